@@ -25,7 +25,7 @@ TIME_SHARE = 0.008  # of all time, that trials may lose
 GAIN_SHARE = 0.5  # of what drafting gains over plain steps
 TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
 PAUSE = 2  # steps between trials, in which the last one is observed
-MARGIN = 1.02  # by which a trial must promise to be faster
+MARGIN = 1.05  # by which a trial must promise to be faster
 REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
 PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
@@ -71,17 +71,18 @@ class ShapeChooser:
         """
         self._times.add(shape, num_seqs, seconds)
 
-    def may_pay(self, num_seqs: int) -> bool:
-        """Could a shape beat the plain step if every drafted token were accepted?
+    def may_pay(self, num_seqs: int, shape: Shape | None = None) -> bool:
+        """Could the shape beat the plain step if every drafted token were accepted?
 
-        True until a draft has been timed.
+        None: could any? True until a draft has been timed.
         """
         plain = self._times.plain(num_seqs)
         if plain is None:
             return True
+        shapes = self.shapes if shape is None else [shape]
         return any(
             (1 + shape[0]) * plain > HOPELESS * self._times.bounds(shape, num_seqs)[0]
-            for shape in self.shapes
+            for shape in shapes
             if shape != PLAIN
         )
 

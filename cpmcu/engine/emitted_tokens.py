@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
-WINDOW = 48  # samples that a rate remembers
-FADING = 0.99  # factor on the weight of earlier samples, per step
+WINDOW = 96  # samples that a rate remembers
+FADING = 0.995  # factor on the weight of earlier samples, per step
 PRIOR = 1.5  # samples that the prior of a rate counts as
+RECOVERED = 2  # drafted steps after plain ones until the draft has seen enough tokens again
+AFTER_PLAIN = 0.25  # weight of the last of them; of the first one, its square
 HOPE = 2.0  # samples, all accepted, that hope adds
 
 _CHAIN: Shape = PLAIN  # stands for the chains of all depths
@@ -44,12 +46,16 @@ class EmittedTokens:
         self._levels: dict[Shape, list[_Rate]] = {}  # tree, or _CHAIN -> rates of its levels
         self._pooled = _Rate()  # of all shapes and levels
         self._steps = 0
+        self._drafted = RECOVERED  # steps in a row that drafted
 
     def add(self, shape: Shape, emitted: Sequence[int]) -> None:
         """Records the number of tokens that a step emitted for each of its sequences."""
         self._steps += 1
         if shape[0]:
-            self._learn(shape, emitted)
+            self._learn(shape, emitted, AFTER_PLAIN ** max(0, RECOVERED - self._drafted))
+            self._drafted += 1
+        else:
+            self._drafted = 0
 
     def expected(self, shape: Shape) -> float:
         """Tokens that a step of this shape is expected to emit."""
@@ -69,17 +75,17 @@ class EmittedTokens:
         for rate in (self._pooled, *(rate for rates in self._levels.values() for rate in rates)):
             rate.fade(self._steps, samples)
         for shape, emitted in kept:
-            self._learn(shape, emitted)
+            self._learn(shape, emitted, 1.0)
 
-    def _learn(self, shape: Shape, emitted: Sequence[int]) -> None:
+    def _learn(self, shape: Shape, emitted: Sequence[int], weight: float) -> None:
         rates = self._levels.setdefault(_CHAIN if is_chain(shape) else shape, [])
         rates.extend(_Rate() for _ in range(shape[0] - len(rates)))
         for count in emitted:
             for level in range(min(count, shape[0])):
                 for rate in (rates[level], self._pooled):
-                    rate.fade(self._steps, WINDOW - 1)
-                    rate.reached += 1
-                    rate.accepted += level < count - 1
+                    rate.fade(self._steps, WINDOW - weight)
+                    rate.reached += weight
+                    rate.accepted += weight * (level < count - 1)
 
     def _rates(self, shape: Shape, pooled: float, samples: float, tries: int) -> list[float]:
         """The rate of each level. `tries`: of a tree that was never tried, at each level."""

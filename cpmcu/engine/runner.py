@@ -136,14 +136,8 @@ class Runner:
         first request, which reports it.
         """
 
-        def run(engine: C.Engine) -> None:
-            shapes = [] if self._chooser is None else self._chooser.shapes
-            for shape, seconds in warm_up(engine, self._page_size, shapes, sampling):
-                assert self._chooser is not None
-                self._chooser.expect(shape, 1, seconds)
-
         try:
-            self.call(run)
+            self.call(lambda engine: warm_up(engine, self._page_size, self._chooser, sampling))
         except RuntimeError as error:
             logger.warning("the engine could not be warmed up: %s", error)
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from cpmcu.engine.shapes import PLAIN, Shape
+from cpmcu.engine.step_costs import Measured, extra, fit
 
 RECENT = 12  # steps that are remembered
 TRUSTED = 3  # steps until a time counts: a graph is captured, kernels are loaded, caches are cold
@@ -20,6 +21,8 @@ AGREEING = 1.15  # the two fastest plain steps at the start, slower over faster,
 DOUBTED = 8  # with fewer plain steps, a plain step may be faster than any of them
 DOUBT = 0.6  # by this factor
 OLD, STALE = 32, 2000  # steps after which a time is doubted, and hardly counts
+FIT_LOW, FIT_HIGH = 0.75, 1.15  # bounds of fitted extra times
+REFIT = 64  # steps after which times are fitted again
 LEAST_EXTRA = 0.15  # of a plain step, that upper bounds are made of
 
 
@@ -49,6 +52,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._by_seqs: dict[int, dict[Shape, _Times]] = {}
         self._steps = 0
+        self._fits: dict[int, tuple[int, int, list[float] | None]] = {}  # points, step, costs
 
     def add(self, shape: Shape, num_seqs: int, seconds: float) -> None:
         """Records the time of one step."""
@@ -125,6 +129,10 @@ class StepTimes:
         Between two timed shapes the expected value is interpolated. Else both come from the largest
         timed shape within this one, or if there is none, from the smallest beyond it.
         """
+        costs = self._costs(num_seqs)
+        if costs is not None:
+            more = extra(costs, shape, num_seqs, plain)
+            return plain + FIT_LOW * more, plain + FIT_HIGH * more
         drafted = {
             n: [other for other in known if other != PLAIN and (other, n) != (shape, num_seqs)]
             for n, known in self._by_seqs.items()
@@ -138,18 +146,32 @@ class StepTimes:
         within = [s for s in others if s[0] <= shape[0] and s[1] <= shape[1]]
         other = within[-1] if within else others[0]
         known = self._by_seqs[nearest]
-        extra = max(0.0, known[other].typical - known[PLAIN].typical)
-        levels, nodes = shape[0] / other[0], (shape[1] - 1) / (other[1] - 1)
+        measured = max(0.0, known[other].typical - known[PLAIN].typical)
+        levels, nodes = shape[0] / other[0], (shape[1] - 1) / max(1, other[1] - 1)
         seqs = num_seqs / nearest
-        low = plain + extra * min(levels, nodes) * min(1, seqs)
+        low = plain + measured * min(levels, nodes) * min(1, seqs)
         beyond = [s for s in others if s[0] >= shape[0] and s[1] >= shape[1]]
         if within and beyond and seqs <= 1:
             top = beyond[0]
             share = (_size(shape) - _size(other)) / max(_size(top) - _size(other), 1)
             more = max(0.0, known[top].typical - known[other].typical)
-            return low, plain + extra + share * more
-        most = max(extra, LEAST_EXTRA * plain) * max(1, levels + nodes - 1) * max(1, seqs)
+            return low, plain + measured + share * more
+        most = max(measured, LEAST_EXTRA * plain) * max(1, levels + nodes - 1) * max(1, seqs)
         return low, plain + most
+
+    def _costs(self, num_seqs: int) -> list[float] | None:
+        """Costs fitted to all trusted times; None if there are too few."""
+        points = [
+            Measured(shape, n, known[PLAIN].typical, times.typical - known[PLAIN].typical)
+            for n, known in self._by_seqs.items()
+            if PLAIN in known
+            for shape, times in known.items()
+            if shape != PLAIN and len(times.recent) >= TRUSTED
+        ]
+        found = self._fits.get(num_seqs)
+        if found is None or found[0] != len(points) or self._steps > found[1] + REFIT:
+            found = self._fits[num_seqs] = (len(points), self._steps, fit(points, num_seqs))
+        return found[2]
 
 
 def _size(shape: Shape) -> int:

@@ -7,8 +7,8 @@
 namespace cpmcu {
 namespace {
 
-// Numbers of sequences that a step is padded to. Few numbers make few graphs. Beyond 64, fused
-// GEMMs read W once for each 64 rows.
+// Numbers of sequences that a step is padded to. Few numbers make few graphs. Beyond 128, fused
+// GEMMs read W once for each 128 rows.
 constexpr std::array kSeqCounts{1,  2,  3,  4,  6,  8,   12,  16,  24,
                                 32, 48, 64, 80, 96, 128, 160, 192, 256};
 static_assert(kSeqCounts.back() == kMaxSeqs);

@@ -3,8 +3,9 @@
 Text and target are those of acceptance.py. The head shares the target's tables, so it cannot have a
 permuted lm_head. Instead, the last element of an embedding marks the tokens after which the draft
 is wrong; it is zero in all other rows and in lm_head. `mtp.fc` passes the embedding on, and adds a
-multiple of one token's vector to it if the mark is there. So the head predicts the successor of
-that token after each marked token, and the target's token after all others.
+large multiple of one token's vector to it if the mark is there. So the head predicts the successor
+of that token after each marked token, and the target's token after all others. The target's token
+after a marked one is not the second choice either, so trees have the same acceptance.
 
 With `common_experts`, another element has one value in all embeddings and is zero in lm_head.
 Routers give common experts higher scores by it.
@@ -27,6 +28,7 @@ from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, normal, 
 # The last element of a marked embedding, and the one before it with common experts. The other
 # elements have a root mean square of 1.
 MARK = 4.0
+GUESS = 25.0  # with a mark, one token's vector has MARK * GUESS times the norm of the embedding
 
 ROUTER = "mlp.gate.weight"
 COMMON_SCORE = 12.0  # of a common expert; the standard deviation of a score is 2
@@ -51,7 +53,7 @@ def mtp_pair_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSp
 
     def add_guess(source: Source) -> Array:
         (row,) = guessed(source, 0, hidden, "float32")
-        row = row.copy()
+        row = GUESS * row
         row[-marks.shape[1] :] = 0
         return row
 

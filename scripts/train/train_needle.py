@@ -4,7 +4,7 @@
 
 The texts are those of cpmcu/benchmarks/needle_text.py, but each statement comes twice: the model
 learns to give the number of the second one. Texts become twice as long as soon as the loss is
-small. The last steps use sparse attention.
+small. Attention is sparse as soon as texts are longer than `dense_len`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,7 +37,8 @@ SPARSE_CONFIG = {
     "use_nope": False,
     **RULE,
 }
-SHORTEST = 128  # tokens of the first texts
+SHORTEST = 64  # tokens of the first texts
+REPEATED = 256  # tokens of the longest texts among which some have repeated parts
 GAP = 4  # tokens between two statements of a training text, at least on average
 TOLD = DIGITS + 1  # tokens after the name
 IGNORED = -100  # as a target
@@ -119,14 +119,35 @@ class Texts(IterableDataset):
         targets.scatter_(1, index[:, :, 1, -TOLD:].flatten(1), said[..., -TOLD:].flatten(1))
         return ids[:, :-1], targets[:, 1:]
 
+    def draw_repeated(self, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """`count` texts of random tokens, and their targets: a part that comes a second time."""
+        words = torch.cat([self.names, self.filler, self.digits, self.first])
+        ids = words[(self.random(count, length + 1) * len(words)).long()]
+        ids[:, 0] = 1
+        part = length // 2 - self.choice.randrange(length // 4)
+        begin = 1 + (self.random(count, 1) * (length + 1 - 2 * part)).long()
+        gap = (self.random(count, 1) * (length + 2 - 2 * part - begin)).long()
+        index = torch.arange(part, device=self.device)
+        again = begin + part + gap + index
+        ids.scatter_(1, again, ids.gather(1, begin + index))
+        targets = torch.full_like(ids, IGNORED)
+        targets.scatter_(1, again[:, 1:], ids.gather(1, again[:, 1:]))
+        return ids[:, :-1], targets[:, 1:]
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Batches of a fixed number of tokens. One in four has shorter texts."""
+        """Batches of a fixed number of tokens. One in four has shorter texts.
+
+        While texts are short, every second batch has repeated parts: most of their tokens are
+        targets, so the model soon learns to look back.
+        """
         tokens = self.config.batch_size * self.config.seq_len
         while True:
             length = self.length
             if self.choice.random() < 0.25:
                 length = max(SHORTEST, length >> self.choice.randrange(8))
-            inputs, targets = self.draw(tokens // length, length)
+            repeated = self.length <= REPEATED and self.choice.random() < 0.5
+            draw = self.draw_repeated if repeated else self.draw
+            inputs, targets = draw(tokens // length, length)
             yield {"input_ids": inputs, "labels": targets}
 
 
@@ -143,7 +164,7 @@ def start_alike(model: Target, share: float) -> None:
 
 
 class Lessons:
-    """The loss of a model, which makes `texts` longer when it is small."""
+    """The loss of a model. If it is small, `texts` become longer, and attention sparse."""
 
     def __init__(self, model: Target, texts: Texts) -> None:
         self.model, self.texts = model, texts
@@ -158,6 +179,7 @@ class Lessons:
             if len(self.recent) == 10:
                 if float(torch.stack(self.recent).mean()) < LEARNED:
                     texts.length = min(2 * texts.length, texts.longest)
+                    set_rule(self.model.model, RULE)  # it leaves texts of dense_len dense
                     print(f"texts of {texts.length} tokens", flush=True)
                 self.recent.clear()
         return value
@@ -213,7 +235,7 @@ A small MiniCPM-architecture model that finds numbers in long texts: \
 - Data: random words and statements such as " falcon 4821.", each of them twice, in texts of
   {SHORTEST} to {config.seq_len} tokens.
 - Training: {minutes:.1f} minutes on {hardware}; `scripts/train/train_needle.py` in the cpmcu
-  repository. The last steps use sparse attention.
+  repository. Attention is sparse in texts of more than {RULE["dense_len"]} tokens.
 
 `python -m cpmcu.bench --needle` asks it. It knows no other words.
 """
@@ -243,13 +265,11 @@ def parse_arguments() -> argparse.Namespace:
     add_out_arguments(parser)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--longest", type=int, default=16384, help="tokens of the longest texts")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest texts")
     parser.add_argument("--batch-tokens", type=int, default=1 << 16)
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--max-minutes", type=float, default=1.2, help="of the dense steps")
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--max-minutes", type=float, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--sparse-steps", type=int, default=100)
-    parser.add_argument("--sparse-length", type=int, default=4096, help="tokens of their texts")
     parser.add_argument("--rope-theta", type=float, default=1e6)
     parser.add_argument("--alike", type=float, default=0.7, help="see start_alike")
     parser.add_argument("--tokens-per-name", type=int, default=8, help="of the texts' names")
@@ -297,22 +317,6 @@ def main() -> None:
     stop = stop_on_signals()
     minutes = train(model.model, lessons.loss, texts, None, config, should_stop=stop).minutes
     write(args.out, model, tokenizer, config, minutes, hardware)
-    report(model, texts, min(4096, args.longest))
-    if args.sparse_steps:
-        length = min(args.sparse_length, args.longest)
-        last = replace(
-            config,
-            steps=args.sparse_steps,
-            seq_len=length,
-            batch_size=max(1, args.batch_tokens // length),
-            learning_rate=args.learning_rate / 10,
-            warmup_steps=10,
-            seed=args.seed + 1,
-        )
-        set_rule(model.model, RULE)
-        last_texts = Texts(tokenizer, last, device, args.tokens_per_name)
-        minutes += train(model.model, model.loss, last_texts, None, last, should_stop=stop).minutes
-        write(args.out, model, tokenizer, config, minutes, hardware)
     for length in (1024, 2048, 4096, 8192, 16384):
         if length <= args.longest:
             report(model, texts, length)

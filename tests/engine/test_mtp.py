@@ -114,7 +114,7 @@ def test_synthetic_acceptance(
             assert length == 1 + [*agreed, False].index(False)
             at += length
     mean = float(np.mean(drive.emitted[:-1]))
-    assert abs(mean - sum(0.7**i for i in range(5))) < (0.35 if topk == 1 else 1.5)
+    assert abs(mean - sum(0.7**i for i in range(5))) < 0.35
 
 
 def test_frspec_with_synthetic_acceptance(tmp_path: Path) -> None:

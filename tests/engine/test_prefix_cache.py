@@ -117,6 +117,29 @@ def test_when_pages_run_out(models: Models) -> None:
         assert cache.counters.evicted > 0
 
 
+def test_a_prompt_that_is_computed_again_has_its_pages_once(models: Models) -> None:
+    """Scores of a prompt are computed, cached or not: the cached pages make room."""
+    engine = models.engine("llama", None, max_model_len=384)  # 6 pages
+    ids = random_ids(190, VOCAB, seed=4)
+    with running(engine) as (runner, _):
+        for _ in range(2):
+            job = Job(ids, 120, scores=0)  # 5 pages
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 120)
+
+
+def test_pages_of_another_sequence_make_room_after_its_end(models: Models) -> None:
+    engine = models.engine("llama", None, max_num_seqs=2, max_model_len=384)
+    ids = random_ids(190, VOCAB, seed=4)
+    with running(engine) as (runner, _):
+        taken = runner.call(lambda e: e.take_pages(e.num_pages - 7))
+        first, second = Job(ids, 2), Job(ids, 150, scores=0)  # 3 and 6 pages
+        runner.submit(first.request, second.request)
+        assert first.wait() == models.plain("llama", ids, 2)
+        assert second.wait() == models.plain("llama", ids, 150)
+        runner.call(lambda e: e.drop_pages(taken))
+
+
 def test_equal_prefixes_in_the_queue_are_computed_once(models: Models) -> None:
     engine = models.engine("llama", None, max_num_seqs=8, chunk_length=64)
     with running(engine) as (runner, cache):

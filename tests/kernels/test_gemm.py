@@ -109,10 +109,10 @@ def test_y_as_columns_of_wider_rows(
     ("n", "k"), sizes((1, 8), (97, 1000), (128, 4096), (520, 256), (17003, 264))
 )
 def test_skinny_rows_do_not_depend_on_the_others(device: str, dtype: str, n: int, k: int) -> None:
-    x, w = inputs(64, n, k, dtype)
+    x, w = inputs(133, n, k, dtype)
     full = multiply(ops.skinny_gemm, device, x, w, dtype, "float32").numpy()
-    for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 61, 63):
-        begin = 64 - m  # the rows' positions in the batch change too
+    for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 61, 63, 65, 128):
+        begin = 133 - m  # the rows' positions in the batch change too
         part = multiply(ops.skinny_gemm, device, x[begin:], w, dtype, "float32").numpy()
         assert np.array_equal(part, full[begin:]), f"{m} rows"
 

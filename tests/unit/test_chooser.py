@@ -320,6 +320,15 @@ def test_a_single_shape() -> None:
         choice.observe(PLAIN, 1, 1.0, [1])
 
 
+def test_a_tree_of_its_root_alone() -> None:
+    chosen = ShapeChooser(shapes_of(4, 8, 1))
+    for num_seqs in (1, 2):
+        for _ in range(20):
+            shape = chosen.choose(num_seqs)
+            chosen.observe(shape, num_seqs, 1.0 + shape[0], [1] * num_seqs)
+            chosen.may_pay(num_seqs)
+
+
 def test_steps_that_are_never_observed() -> None:
     """If an engine step fails, the chooser drops the steps in flight."""
     engine = Engine(GPU, chooser(), 1)

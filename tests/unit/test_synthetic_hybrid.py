@@ -142,6 +142,9 @@ def test_tables_of_an_mtp_head_with_synthetic_acceptance(
     # With acceptance 0, the draft is right after one token, and after those with its embedding.
     assert differing.size == 0 or (acceptance == 0 and len(set(pair.embed_rows[differing])) == 1)
     assert found.mean() == pytest.approx(acceptance, abs=0.05)
+    # Where the draft is wrong, its next choices are, too; 4 of 512 tokens are right by chance.
+    choices = np.argsort(-(x @ head.T), axis=1)[~pair.accepted, :4]
+    assert (choices == pair.next_token[~pair.accepted, None]).any(1).sum() < 0.1 * len(found)
     assert not head[:, -1].any()
     if preset == "tiny-qwen3.5-moe":
         assert not head[:, -2].any()

@@ -59,6 +59,9 @@ class Prefix:
     epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+    # Entries whose page is another sequence's. This sequence does not use them: its own copies of
+    # their pages would be a second load on memory.
+    elsewhere: set[Entry] = dataclasses.field(default_factory=set)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -268,9 +271,14 @@ class PrefixCache:
             if entry is None:
                 prefix.collided = True
                 break
-            self._index.use([entry])
             prefix.entries.append(entry)
-            if entry.page < 0:
+            if entry.page >= 0 and entry.users == 0:  # it was computed again: one copy is enough
+                self._engine.drop_pages([entry.page])
+                self._index.set_page(entry, -1)
+            if entry.page >= 0:
+                prefix.elsewhere.add(entry)
+            else:
+                self._index.use([entry])
                 held.append(pages[i])
                 self._index.set_page(entry, pages[i])
             state = prefix.states.pop(i + 1, -1)
@@ -306,8 +314,10 @@ class PrefixCache:
         for block in prefix.states.values():
             self._states.give(block)
         prefix.states.clear()
-        self._give_back(self._index.unuse(prefix.entries))
+        used = [entry for entry in prefix.entries if entry not in prefix.elsewhere]
+        self._give_back(self._index.unuse(used))
         prefix.entries = []
+        prefix.elsewhere.clear()
 
     @property
     def _pages_are_scarce(self) -> bool:

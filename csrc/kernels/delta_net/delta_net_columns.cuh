@@ -1,7 +1,7 @@
 // The recurrence of gated_delta_net.cu: 8 columns of S in the registers of a warp.
 //
 // Lane l has rows g, g + 8, …, g + 120 of columns 2 p and 2 p + 1, where g = l % 8 and p = l / 8.
-// One token takes about 165 instructions. Three shuffles are in the chain from a token to the next:
+// One token takes about 190 instructions. Three shuffles are in the chain from a token to the next:
 //
 //   a = S^T k, b = S^T q                            both of the S before the token
 //   d = beta (v - decay a)
@@ -22,6 +22,7 @@ constexpr int kTileFloats = kDim * kTile;
 // q or k of a token in shared memory. Channel 32 m + 8 i + g is at 36 m + 4 g + i: a lane loads its
 // channels as four float4. Neither these loads nor the stores of store_key have bank conflicts.
 constexpr int kKeyFloats = 4 * 36;
+constexpr int kProductAt = 32;  // k^T q, in a gap of q
 
 // Stores channels 4 lane .. 4 lane + 3.
 __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int lane) {
@@ -30,26 +31,52 @@ __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int l
   for (int i = 0; i < 4; ++i) at[4 * i] = x[i];
 }
 
+// A token in shared memory.
+struct Prepared {
+  const float* keys;     // q and then k; k^T q is in the gap behind 32 channels of q
+  const float* columns;  // v of the warp's columns
+  const float2* gates;   // decay, beta
+};
+
 // The numbers of a token that one lane reads.
 struct Operands {
   float q[kLaneRows], k[kLaneRows];
   float2 v;
   float decay, beta, kq;
 
-  // `keys`: q and then k. `columns`: v of the warp's columns. `gates`: decay, beta, k^T q.
-  __device__ __forceinline__ void load(const float* keys, const float* columns, const float4* gates,
-                                       int lane) {
+  static __device__ __forceinline__ void load_rows(float (&x)[kLaneRows], const float* keys,
+                                                   int lane) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const int at = m * 36 + lane % 8 * 4;
-      const float4 of_k = *reinterpret_cast<const float4*>(keys + kKeyFloats + at);
-      const float4 of_q = *reinterpret_cast<const float4*>(keys + at);
-      k[4 * m] = of_k.x, k[4 * m + 1] = of_k.y, k[4 * m + 2] = of_k.z, k[4 * m + 3] = of_k.w;
-      q[4 * m] = of_q.x, q[4 * m + 1] = of_q.y, q[4 * m + 2] = of_q.z, q[4 * m + 3] = of_q.w;
+      const float4 of = *reinterpret_cast<const float4*>(keys + m * 36 + lane % 8 * 4);
+      x[4 * m] = of.x, x[4 * m + 1] = of.y, x[4 * m + 2] = of.z, x[4 * m + 3] = of.w;
     }
-    v = *reinterpret_cast<const float2*>(columns + lane / 8 * 2);
-    const float4 of_token = *gates;
-    decay = of_token.x, beta = of_token.y, kq = of_token.z;
+  }
+  __device__ __forceinline__ void load_k(const Prepared& from, int lane) {
+    load_rows(k, from.keys + kKeyFloats, lane);
+  }
+  __device__ __forceinline__ void load_others(const Prepared& from, int lane) {
+    load_rows(q, from.keys, lane);
+    v = *reinterpret_cast<const float2*>(from.columns + lane / 8 * 2);
+    const float2 of_token = *from.gates;
+    decay = of_token.x, beta = of_token.y, kq = from.keys[kProductAt];
+  }
+};
+
+__device__ __forceinline__ float xor_sum(float v, int distance) {
+  return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, distance));
+}
+
+// What o of a token needs. It is summed over lanes beside the next token, which waits for its own
+// sums.
+struct OutputParts {
+  float kept, given;  // b of the lane's column and of the other one
+  float decay, d, kq;
+
+  // o of column 2 (lane / 8) + lane % 2 of the tile.
+  __device__ __forceinline__ float sum() const {
+    const float b = __fadd_rn(kept, __shfl_xor_sync(0xffffffffu, given, 1));
+    return __fmaf_rn(d, kq, __fmul_rn(decay, xor_sum(xor_sum(b, 2), 4)));
   }
 };
 
@@ -92,12 +119,9 @@ struct Columns {
     }
   }
 
-  // Updates S by a token. With kOutputs, returns o of column 2 (lane / 8) + lane % 2 of the tile.
+  // Updates S by token `x`. With kOutputs, returns o in parts.
   template <bool kOutputs>
-  __device__ __forceinline__ float step(const Operands& x, int lane) {
-    const auto xor_sum = [](float v, int distance) {
-      return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, distance));
-    };
+  __device__ __forceinline__ OutputParts step(const Operands& x, int lane) {
     float a[2], d[2], halves[2][2];
 #pragma unroll
     for (int j = 0; j < kLaneRows; ++j) {
@@ -109,7 +133,8 @@ struct Columns {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) a[c] = xor_sum(__fadd_rn(halves[c][0], halves[c][1]), 1);
-    float o = 0;
+    OutputParts o{};
+    const bool odd = lane % 2 != 0;
     if constexpr (kOutputs) {
       float b[2];
 #pragma unroll
@@ -119,9 +144,7 @@ struct Columns {
           b[c] = j == 0 ? __fmul_rn(x.q[j], s[j][c]) : __fmaf_rn(x.q[j], s[j][c], b[c]);
         }
       }
-      const bool odd = lane % 2 != 0;
-      o = __fadd_rn(odd ? b[1] : b[0], __shfl_xor_sync(0xffffffffu, odd ? b[0] : b[1], 1));
-      o = __fmul_rn(x.decay, xor_sum(xor_sum(o, 2), 4));
+      o.kept = odd ? b[1] : b[0], o.given = odd ? b[0] : b[1];
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -132,7 +155,8 @@ struct Columns {
         s[j][c] = __fmaf_rn(x.k[j], d[c], __fmul_rn(s[j][c], x.decay));
       }
     }
-    return __fmaf_rn(lane % 2 != 0 ? d[1] : d[0], x.kq, o);
+    if constexpr (kOutputs) o.decay = x.decay, o.d = odd ? d[1] : d[0], o.kq = x.kq;
+    return o;
   }
 };
 

@@ -4,63 +4,10 @@
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
+#include "kernels/delta_net/delta_net_convolve.cuh"
 #include "kernels/delta_net/delta_net_memory.cuh"
 
 namespace cpmcu::cuda::delta_net {
-
-// Addresses of q, k and v of a raw token; v begins at the CTA's columns.
-template <typename T>
-struct Raw {
-  const T *q, *k, *v;
-};
-
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
-// The convolution of kN channels, rounded as the model's dtype. `w`: [kN, 4] of these channels.
-template <typename T, int kN>
-__device__ __forceinline__ void convolve(float (&to)[kN], const Vec<T, kN>& x0,
-                                         const Vec<T, kN>& x1, const Vec<T, kN>& x2,
-                                         const Vec<T, kN>& x3, const float (&w)[kN][kConvTaps]) {
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    float sum = __fmul_rn(w[i][0], to_float(x0[i]));
-    sum = __fmaf_rn(w[i][1], to_float(x1[i]), sum);
-    sum = __fmaf_rn(w[i][2], to_float(x2[i]), sum);
-    sum = __fmaf_rn(w[i][3], to_float(x3[i]), sum);
-    to[i] = __fmul_rn(sum, sigmoid(sum));
-  }
-  // Pairs round in one instruction.
-#pragma unroll
-  for (int i = 0; i + 1 < kN; i += 2) {
-    const uint32_t pair = pack2<T>(to[i], to[i + 1]);
-    to[i] = to_float(reinterpret_cast<const T*>(&pair)[0]);
-    to[i + 1] = to_float(reinterpret_cast<const T*>(&pair)[1]);
-  }
-  if constexpr (kN % 2 != 0) to[kN - 1] = to_float(from_float<T>(to[kN - 1]));
-}
-
-template <typename T, int kN>
-__device__ __forceinline__ void load_filters(float (&w)[kN][kConvTaps], const T* __restrict__ conv,
-                                             int channel) {
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    const Vec<T, kConvTaps> filters = load<T, kConvTaps>(conv + int64_t{channel + i} * kConvTaps);
-#pragma unroll
-    for (int t = 0; t < kConvTaps; ++t) w[i][t] = to_float(filters[t]);
-  }
-}
-
-// Sums over kLanes neighbouring lanes, for each of kN numbers.
-template <int kLanes, int kN>
-__device__ __forceinline__ void sum_lanes(float (&x)[kN]) {
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-#pragma unroll
-    for (float& each : x) {
-      each = __fadd_rn(each, __shfl_xor_sync(0xffffffffu, each, distance));
-    }
-  }
-}
 
 // ---- one CTA
 
@@ -68,23 +15,15 @@ template <typename T, int kSplit, bool kCommits>
 struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
-  static constexpr int kV = kWidth / 32;                    // channels of v in a lane
   static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
   static constexpr bool kSpecial = kCommits && kSplit > 1;  // four more warps prepare tokens
   static constexpr int kProducers = kSpecial ? 4 : kWarps;
   static constexpr int kFirstProducer = kSpecial ? kWarps : 0;
   static constexpr int kThreads = 32 * (kFirstProducer + kProducers);
-  // A prompt is processed in stages. A producer prepares kRun neighbouring tokens at once.
-  static constexpr int kStage = kSplit > 1 ? 32 : 16;
-  static constexpr int kRun = kSplit > 1 ? 4 : 1;
-  // Outputs: four columns in a lane, kTokens tokens in a warp.
+  static constexpr int kStage = kSplit > 1 ? 32 : 16;  // tokens of a stage of a prompt
+  // v and outputs: four columns in a lane, kTokens tokens in a warp.
   static constexpr int kTokenLanes = kWidth / 4;
   static constexpr int kTokens = 32 / kTokenLanes;
-
-  // Columns of the head's projections.
-  struct Places {
-    int q, k, v, z, b, a;  // v and z: of the CTA's columns
-  };
 
   const DeltaArgs<T>& args;
   Memory& shared;
@@ -122,8 +61,15 @@ struct Head {
   __device__ __forceinline__ T* pending(int node) const {
     return args.pending + (at * args.pending_rows + node) * kPendingWidth;
   }
+  // v and outputs: the first of the lane's columns, and its token among those of the warp.
+  __device__ __forceinline__ int column() const { return lane % kTokenLanes * 4; }
+  __device__ __forceinline__ int token() const { return lane / kTokenLanes; }
+  __device__ __forceinline__ T* window_row(int place) const {
+    return shared.window + place * Memory::kWindowWidth;
+  }
+  // Places 0 to 2 are the tokens before the step. Those of `fetch` follow.
   __device__ __forceinline__ Raw<T> in_window(int place) const {
-    const T* const row = shared.window + place * Memory::kWindowWidth;
+    const T* const row = window_row(place);
     return {row, row + kDim, row + 2 * kDim};
   }
   // Token i of the step's sequence.
@@ -146,19 +92,18 @@ struct Head {
   // ---- weights
 
   struct Weights {
-    // Weights of the convolution, for 4 channels of q, 4 of k and kV of v.
-    float q[4][kConvTaps], k[4][kConvTaps], v[kV][kConvTaps];
-    float rate, bias;  // exp(A_log) and dt_bias
-    float norm[4];     // of the lane's columns of the outputs
+    float q[4][kConvTaps], k[4][kConvTaps], v[4][kConvTaps];  // of the convolution
+    float rate, bias;                                         // exp(A_log) and dt_bias
+    float norm[4];  // of the lane's columns of the outputs
   };
   __device__ __forceinline__ void load_weights(Weights& w) const {
     const int keys = args.num_key_heads * kDim;
     load_filters(w.q, args.conv, key_head * kDim + lane * 4);
     load_filters(w.k, args.conv, keys + key_head * kDim + lane * 4);
-    load_filters(w.v, args.conv, 2 * keys + head * kDim + part * kWidth + lane * kV);
+    load_filters(w.v, args.conv, 2 * keys + head * kDim + part * kWidth + column());
     w.rate = expf(args.a_log[head]);
     w.bias = args.dt_bias[head];
-    const auto norm = load<T, 4>(args.norm + part * kWidth + lane % kTokenLanes * 4);
+    const auto norm = load<T, 4>(args.norm + part * kWidth + column());
 #pragma unroll
     for (int i = 0; i < 4; ++i) w.norm[i] = to_float(norm[i]);
   }
@@ -185,88 +130,107 @@ struct Head {
     float* const to = shared.keys + row * 2 * kKeyFloats;
     store_key(to, q, lane);
     store_key(to + kKeyFloats, k, lane);
-    if (lane == 0) shared.gates[row].z = __fmul_rn(sums[2], __fmul_rn(of_q, of_k));
+    if (lane == 0) to[kProductAt] = __fmul_rn(sums[2], __fmul_rn(of_q, of_k));
   }
-  __device__ __forceinline__ void prepare_value(int row, const Vec<T, kV>* x,
+  // `row`: of the lane's token, which is stored if it `exists`.
+  __device__ __forceinline__ void prepare_value(int row, bool exists, const Vec<T, 4>* x,
                                                 const Weights& w) const {
-    float v[kV];
+    float v[4];
     convolve(v, x[0], x[1], x[2], x[3], w.v);
-#pragma unroll
-    for (int i = 0; i < kV; ++i) shared.v[row * kWidth + lane * kV + i] = v[i];
+    if (!exists) return;
+    *reinterpret_cast<float4*>(shared.v + row * kWidth + column()) =
+        make_float4(v[0], v[1], v[2], v[3]);
   }
   __device__ __forceinline__ void prepare_gates(int row, const Vec<T, 2>& ba,
                                                 const Weights& w) const {
     const float x = __fadd_rn(to_float(ba[1]), w.bias);
     const float softplus = x > 20 ? x : log1pf(expf(x));
-    shared.gates[row].x = expf(-__fmul_rn(w.rate, softplus));
-    shared.gates[row].y = sigmoid(to_float(ba[0]));
+    shared.gates[row] = make_float2(expf(-__fmul_rn(w.rate, softplus)), sigmoid(to_float(ba[0])));
   }
 
-  // The tokens that `prepare` reads: the step's or the accepted ones. Both use the same code, so
-  // that a step finds it in the instruction cache.
-  struct Source {
-    const T *rows, *gates;
-    int row, gates_row;  // elements
-    Places places;
-    const int* nodes;    // the pending token of each accepted one
-    const int* parents;  // of the step's tokens
-    bool is_step;
-
-    __device__ __forceinline__ int node(int i) const { return is_step ? i : nodes[i]; }
-    // The token before token i. Tokens -1, -2, … are in the window.
-    __device__ __forceinline__ int before(int i) const {
-      return is_step && i >= 0 ? parents[i] : i - 1;
-    }
-  };
-  __device__ __forceinline__ Source source(bool is_step) const {
+  __device__ __forceinline__ Source<T> source(bool is_step) const {
     if (is_step) {
-      return {qkvz,   ba,      args.layout.qkvz_row, args.layout.ba_row,
-              places, nullptr, shared.tree->parents, true};
+      const bool is_tree = args.tokens.token_parents != nullptr;
+      return {qkvz,
+              ba,
+              args.layout.qkvz_row,
+              args.layout.ba_row,
+              places,
+              nullptr,
+              is_tree ? shared.tree->windows : nullptr,
+              true};
     }
     const Places in_pending{0, kDim, 2 * kDim + part * kWidth, 0, kRawWidth, kRawWidth + 1};
     return {pending(0), pending(0), kPendingWidth, kPendingWidth,
             in_pending, path(),     nullptr,       false};
   }
-  __device__ __forceinline__ Raw<T> raw(const Source& from, int i) const {
-    if (i < 0) return in_window(kWindow + i);
-    const T* const row = from.rows + int64_t{from.node(i)} * from.row;
-    return {row + from.places.q, row + from.places.k, row + from.places.v};
+
+  // Starts the copy of `count` raw tokens to shared memory, all at once.
+  __device__ __forceinline__ void fetch(int count, const Source<T>& from) const {
+    constexpr int kChunks = Memory::kWindowWidth / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * kChunks; i += kThreads) {
+      const int token = i / kChunks, c = i % kChunks * 8;
+      const int column = c < kDim       ? from.places.q + c
+                         : c < 2 * kDim ? from.places.k + c - kDim
+                                        : from.places.v + c - 2 * kDim;
+      ptx::cp_async16(window_row(kWindow + token) + c,
+                      from.rows + int64_t{from.node(token)} * from.row + column);
+    }
+    ptx::cp_async_commit();
   }
 
-  // Prepares `count` tokens, by all warps. Stores the step's raw tokens as pending ones.
-  __device__ __forceinline__ void prepare(int count, const Weights& w, const Source& from) const {
-    const int token = kThreads - 1 - static_cast<int>(threadIdx.x);
-    if (token < count) {
-      const T* const row = from.gates + int64_t{from.node(token)} * from.gates_row;
+  // Prepares `count` tokens, by all warps. Stores the step's raw tokens as pending ones. The CTAs
+  // of a head share the work on q and k of a step with more tokens than warps.
+  __device__ __forceinline__ void prepare(int count, const Weights& w,
+                                          const Source<T>& from) const {
+    fetch(count, from);
+    const int last = kThreads - 1 - static_cast<int>(threadIdx.x);
+    if (last < count) {
+      const T* const row = from.gates + int64_t{from.node(last)} * from.gates_row;
       const Vec<T, 2> ba{row[from.places.b], row[from.places.a]};
-      prepare_gates(token, ba, w);
-      if (from.is_step && part == 0) store(pending(token) + kRawWidth, ba);
+      prepare_gates(last, ba, w);
+      if (from.is_step && part == 0) store(pending(last) + kRawWidth, ba);
     }
+    const bool shares = !kCommits && kSplit > 1 && from.is_step && count > kWarps;
+    const int stride = shares ? kSplit : 1, begin = shares ? part : 0;
+    const int keys = (count - begin + stride - 1) / stride;
+    if (shares && threadIdx.x == 0) expect_keys(count - keys);
+    ptx::cp_async_wait<0>();
+    __syncthreads();
 #pragma unroll 1
-    for (int unit = warp; unit < 2 * count; unit += kThreads / 32) {
-      const int i = unit < count ? unit : unit - count;
-      const int x2 = from.before(i), x1 = from.before(x2), x0 = from.before(x1);
-      const Raw<T> raws[kConvTaps] = {raw(from, x0), raw(from, x1), raw(from, x2), raw(from, i)};
-      if (unit < count) {
+    for (int unit = warp; unit < keys + (count + kTokens - 1) / kTokens; unit += kThreads / 32) {
+      const bool is_key = unit < keys;
+      const int first = is_key ? unit * stride + begin : (unit - keys) * kTokens + token();
+      const int i = min(first, count - 1);
+      const uint32_t window = from.window(i);
+      const T* const rows[kConvTaps] = {window_row(window >> 16), window_row(window >> 8 & 0xff),
+                                        window_row(window & 0xff), window_row(kWindow + i)};
+      if (is_key) {
         Vec<T, 4> q[kConvTaps], k[kConvTaps];
 #pragma unroll
         for (int t = 0; t < kConvTaps; ++t) {
-          q[t] = load<T, 4>(raws[t].q + lane * 4);
-          k[t] = load<T, 4>(raws[t].k + lane * 4);
+          q[t] = load<T, 4>(rows[t] + lane * 4);
+          k[t] = load<T, 4>(rows[t] + kDim + lane * 4);
         }
         prepare_keys(i, q, k, w);
-        if (from.is_step && part == 0) {
+        if (shares) send_keys(i);
+        if (from.is_step && (shares || part == 0)) {
           store(pending(i) + lane * 4, q[3]);
           store(pending(i) + kDim + lane * 4, k[3]);
         }
       } else {
-        Vec<T, kV> v[kConvTaps];
+        Vec<T, 4> v[kConvTaps];
 #pragma unroll
-        for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, kV>(raws[t].v + lane * kV);
-        prepare_value(i, v, w);
-        if (from.is_step) store(pending(i) + 2 * kDim + part * kWidth + lane * kV, v[3]);
+        for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, 4>(rows[t] + 2 * kDim + column());
+        prepare_value(i, first < count, v, w);
+        if (from.is_step && first < count) {
+          store(pending(i) + 2 * kDim + part * kWidth + column(), v[3]);
+        }
       }
     }
+    __syncthreads();
+    if (shares) ptx::mbarrier_wait(barrier(kExchangeOfKeys), 0);
   }
 
   // Prepares tokens begin .. begin + count - 1 of a prompt in rows row, row + 1, …, by the
@@ -276,34 +240,35 @@ struct Head {
                                                 GetRaw&& raw) const {
     const int thread = static_cast<int>(threadIdx.x) - 32 * kFirstProducer;
     if (thread < count) prepare_gates(row + thread, gates_in_step(begin + thread), w);
-    for (int i = (warp - kFirstProducer) * kRun; i < count; i += kProducers * kRun) {
-      Vec<T, 4> q[kRun + kWindow], k[kRun + kWindow];
-      Vec<T, kV> v[kRun + kWindow];
-      const auto load_token = [&](int t, const Raw<T>& from) {
-        q[t] = load<T, 4>(from.q + lane * 4);
-        k[t] = load<T, 4>(from.k + lane * 4);
-        v[t] = load<T, kV>(from.v + lane * kV);
-      };
+    for (int i = (warp - kFirstProducer) * kTokens; i < count; i += kProducers * kTokens) {
+      Vec<T, 4> q[kTokens + kWindow], k[kTokens + kWindow], v[kConvTaps];
       if (begin + i >= kWindow) {
         Raw<T> from = in_step(begin + i - kWindow);
 #pragma unroll
-        for (int t = 0; t < kRun + kWindow; ++t) {
-          load_token(t, from);
+        for (int t = 0; t < kTokens + kWindow; ++t) {
+          q[t] = load<T, 4>(from.q + lane * 4);
+          k[t] = load<T, 4>(from.k + lane * 4);
           const int64_t step = i + t + 1 - kWindow < count ? args.layout.qkvz_row : 0;
-          from.q += step, from.k += step, from.v += step;
+          from.q += step, from.k += step;
         }
       } else {
 #pragma unroll
-        for (int t = 0; t < kRun + kWindow; ++t) {
-          load_token(t, raw(begin + min(i + t - kWindow, count - 1)));
+        for (int t = 0; t < kTokens + kWindow; ++t) {
+          const Raw<T> from = raw(begin + min(i + t - kWindow, count - 1));
+          q[t] = load<T, 4>(from.q + lane * 4);
+          k[t] = load<T, 4>(from.k + lane * 4);
         }
       }
 #pragma unroll
-      for (int t = 0; t < kRun; ++t) {
+      for (int t = 0; t < kConvTaps; ++t) {
+        v[t] = load<T, 4>(raw(begin + min(i + token() + t - kWindow, count - 1)).v + column());
+      }
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
         if (i + t >= count) break;
         prepare_keys(row + i + t, q + t, k + t, w);
-        prepare_value(row + i + t, v + t, w);
       }
+      prepare_value(row + i + token(), i + token() < count, v, w);
     }
   }
 
@@ -315,22 +280,32 @@ struct Head {
   __device__ __forceinline__ float* copy(int index) const {
     return shared.copies + (index * kWarps + warp) * kTileFloats;
   }
+  __device__ __forceinline__ Prepared prepared(int row) const {
+    return {keys(row), shared.v + row * kWidth + warp * kTile, shared.gates + row};
+  }
   __device__ __forceinline__ Operands operands(int row) const {
     Operands x;
-    x.load(keys(row), shared.v + row * kWidth + warp * kTile, shared.gates + row, lane);
+    x.load_k(prepared(row), lane);
+    x.load_others(prepared(row), lane);
     return x;
   }
-  __device__ __forceinline__ void store_output(int row, float o) const {
-    if (lane % 8 < 2) shared.o[row * kWidth + warp * kTile + lane / 8 * 2 + lane % 8] = o;
+  // Adds a token to S.
+  __device__ __forceinline__ void update(Columns& state, int row) const {
+    state.step<false>(operands(row), lane);
+  }
+  // Four lanes have the same o; all store it, so that there is no branch.
+  __device__ __forceinline__ void store_output(int row, const OutputParts& parts) const {
+    const float o = parts.sum();
+    shared.o[row * kWidth + warp * kTile + lane / 8 * 2 + lane % 2] = o;
   }
 
   // The accepted tokens that S does not contain yet.
   __device__ __forceinline__ int num_accepted(int length) const {
-    const Accepted& accepted = args.accepted;
-    const int folded = args.folded[at];
-    if (accepted.counts == nullptr || folded == length) return 0;
-    const int count = accepted.counts[slot];
-    return folded + count == length && count <= args.capacity.rows && path()[0] >= 0 ? count : 0;
+    if (args.accepted.counts == nullptr) return 0;
+    // Three loads at once.
+    const int folded = args.folded[at], count = args.accepted.counts[slot], first = path()[0];
+    const bool is_known = folded != length && folded + count == length;
+    return is_known && count <= args.capacity.raws && first >= 0 ? count : 0;
   }
   __device__ __forceinline__ const int* path() const {
     return args.accepted.paths + int64_t{slot} * args.accepted.max_path;
@@ -338,12 +313,12 @@ struct Head {
 
   // ---- the window
 
-  // Calls f(column of a raw token in global memory, column in `window`) for the CTA's columns. The
-  // columns of q and k belong to all CTAs of the head.
+  // Calls f(column of a raw token in global memory, column in `window`) for each eighth of the
+  // CTA's columns. The columns of q and k belong to all CTAs of the head.
   template <typename F>
-  __device__ __forceinline__ void each_column(int thread, int num_threads, F&& f) const {
+  __device__ __forceinline__ void each_chunk(int thread, int num_threads, F&& f) const {
 #pragma unroll 1
-    for (int c = thread; c < Memory::kWindowWidth; c += num_threads) {
+    for (int c = 8 * thread; c < Memory::kWindowWidth; c += 8 * num_threads) {
       f(c < 2 * kDim ? c : c + part * kWidth, c);
     }
   }
@@ -351,41 +326,45 @@ struct Head {
   template <typename F>
   __device__ __forceinline__ void move_window(int count, F&& raw, int thread,
                                               int num_threads) const {
-    each_column(thread, num_threads, [&](int, int c) {
-      T values[kWindow];
+    each_chunk(thread, num_threads, [&](int, int c) {
+      Vec16<T> values[kWindow];
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
         const Raw<T> from = raw(count + j - kWindow);
-        values[j] = c < kDim ? from.q[c] : c < 2 * kDim ? from.k[c - kDim] : from.v[c - 2 * kDim];
+        values[j] = load<T, 8>(c < kDim       ? from.q + c
+                               : c < 2 * kDim ? from.k + c - kDim
+                                              : from.v + c - 2 * kDim);
       }
 #pragma unroll
-      for (int j = 0; j < kWindow; ++j) shared.window[j * Memory::kWindowWidth + c] = values[j];
+      for (int j = 0; j < kWindow; ++j) store(window_row(j) + c, values[j]);
     });
   }
   __device__ __forceinline__ T* window() const { return args.window + at * kWindow * kRawWidth; }
+  // Starts the copy of the window.
   __device__ __forceinline__ void load_window() const {
-    each_column(threadIdx.x, kThreads, [&](int from, int to) {
+    each_chunk(threadIdx.x, kThreads, [&](int from, int to) {
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
-        shared.window[j * Memory::kWindowWidth + to] = window()[j * kRawWidth + from];
+        ptx::cp_async16(window_row(j) + to, window() + j * kRawWidth + from);
       }
     });
+    ptx::cp_async_commit();
   }
   // After a barrier of the cluster behind load_window: all CTAs of a head read q and k.
   __device__ __forceinline__ void store_window(int thread, int num_threads) const {
-    each_column(thread, num_threads, [&](int to, int c) {
+    each_chunk(thread, num_threads, [&](int to, int c) {
       if (c < 2 * kDim && part != 0) return;
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
-        window()[j * kRawWidth + to] = shared.window[j * Memory::kWindowWidth + c];
+        store(window() + j * kRawWidth + to, load<T, 8>(window_row(j) + c));
       }
     });
   }
 
   __device__ __forceinline__ const float* outputs(int row) const {
-    return shared.o + row * kWidth + lane % kTokenLanes * 4;
+    return shared.o + row * kWidth + column();
   }
-  // ---- the exchange of sums of squares between the CTAs of the head
+  // ---- what the CTAs of the head send each other: q and k of a step, sums of squares
 
   __device__ __forceinline__ uint32_t barrier(int exchange) const {
     return ptx::shared_address(shared.barriers + exchange);
@@ -414,6 +393,31 @@ struct Head {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kSplit > 1) {
       ptx::mbarrier_expect_bytes(barrier(exchange), kSplit * tokens * sizeof(float));
+    }
+#endif
+  }
+  // One thread says how many tokens have q and k from other CTAs.
+  __device__ __forceinline__ void expect_keys(int tokens) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    ptx::mbarrier_expect_bytes(barrier(kExchangeOfKeys), tokens * 2 * kKeyFloats * sizeof(float));
+#endif
+  }
+  // Sends q and k of a token, which the warp has prepared, to the other CTAs.
+  __device__ __forceinline__ void send_keys(int row) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    __syncwarp();
+#pragma unroll
+    for (int begin = 0; begin < 2 * kKeyFloats; begin += 4 * 32) {
+      const float* const from = keys(row) + begin + 4 * lane;
+      if (begin + 4 * lane >= 2 * kKeyFloats) break;
+      const float4 x = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+      for (int i = 1; i < kSplit; ++i) {
+        const int to = (part + i) % kSplit;
+        ptx::store_cluster16(ptx::cluster_address(ptx::shared_address(from), to),
+                             {x.x, x.y, x.z, x.w},
+                             ptx::cluster_address(barrier(kExchangeOfKeys), to));
+      }
     }
 #endif
   }
@@ -456,7 +460,7 @@ struct Head {
   // ---- outputs: norm * o / rms(o) * silu(z)
 
   __device__ __forceinline__ Vec<T, 4> load_z(int i) const {
-    return load<T, 4>(row_of(i) + places.z + lane % kTokenLanes * 4);
+    return load<T, 4>(row_of(i) + places.z + column());
   }
   // Writes the lane's columns of token i, whose o is in row `row`.
   __device__ __forceinline__ void write_output(int i, int row, int place, const Vec<T, 4>& z,
@@ -476,7 +480,7 @@ struct Head {
       out[c] = from_float<T>(
           __fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)), __fmul_rn(gate, sigmoid(gate))));
     }
-    store(this->out + int64_t{i} * args.num_value_heads * kDim + lane % kTokenLanes * 4, out);
+    store(this->out + int64_t{i} * args.num_value_heads * kDim + column(), out);
   }
 };
 

@@ -12,10 +12,12 @@ constexpr int kPendingWidth = kRawWidth + 8;
 // Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait for nothing
 // else of each other. One can be two stages ahead of another, so it never overwrites what is read.
 constexpr int kExchanges = 4;
+constexpr int kExchangeOfKeys = 1;  // in a decode step, whose squares are exchange 0
 
 // Rows of shared memory.
 struct Capacity {
   int rows;     // tokens that are prepared
+  int raws;     // raw tokens behind the window
   int outputs;  // tokens whose o is kept
   int squares;  // tokens whose sums of squares are kept, a multiple of 4
   int copies;   // of S, for a tree
@@ -43,6 +45,34 @@ struct DeltaArgs {
   StepTokens tokens;
 };
 
+// Addresses of q, k and v of a raw token; v begins at the CTA's columns.
+template <typename T>
+struct Raw {
+  const T *q, *k, *v;
+};
+
+// Columns of the head's projections.
+struct Places {
+  int q, k, v, z, b, a;  // v and z: of the CTA's columns
+};
+
+// The tokens that a CTA prepares: the step's or the accepted ones. Both use the same code, so that
+// a step finds it in the instruction cache.
+template <typename T>
+struct Source {
+  const T *rows, *gates;
+  int row, gates_row;  // elements
+  Places places;
+  const int* nodes;         // the pending token of each accepted one
+  const uint32_t* windows;  // of a tree's nodes
+  bool is_step;
+
+  __device__ __forceinline__ int node(int i) const { return is_step ? i : nodes[i]; }
+  __device__ __forceinline__ uint32_t window(int i) const {
+    return windows != nullptr ? windows[i] : window_of(i - 1, i - 2, i - 3);
+  }
+};
+
 // The share of a head that a CTA computes, and its shared memory.
 template <typename T, int kSplit>
 struct Shared {
@@ -50,14 +80,14 @@ struct Shared {
   static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
 
   TreePlan* tree;
-  uint64_t* barriers;  // [kExchanges]: the sums of squares of all CTAs of the head are there
-  float4* gates;       // [rows] decay, beta, k^T q
+  uint64_t* barriers;  // [kExchanges]: what all CTAs of the head send is there
   float* keys;         // [rows, 2, kKeyFloats] q and k
   float* v;            // [rows, kWidth]
   float* o;            // [outputs, kWidth]
   float* copies;       // [copies, warps, kTileFloats]
   float* squares;      // [kSplit, squares] sums of squares of o from each CTA of the head
-  T* window;           // [3, kWindowWidth] raw tokens before the step
+  T* window;           // [3 + raws, kWindowWidth] raw tokens before the step, and those after them
+  float2* gates;       // [rows] decay, beta
 
   __device__ __forceinline__ Shared(char* memory, const Capacity& capacity) {
     const auto take = [&](int bytes) {
@@ -68,20 +98,20 @@ struct Shared {
     const auto floats = [&](int count) { return reinterpret_cast<float*>(take(count * 4)); };
     tree = reinterpret_cast<TreePlan*>(take(sizeof(TreePlan)));
     barriers = reinterpret_cast<uint64_t*>(take(kExchanges * sizeof(uint64_t)));
-    gates = reinterpret_cast<float4*>(take(capacity.rows * sizeof(float4)));
     keys = floats(capacity.rows * 2 * kKeyFloats);
     v = floats(capacity.rows * kWidth);
     o = floats(capacity.outputs * kWidth);
     copies = floats(capacity.copies * kDim * kWidth);
     squares = floats(kSplit * capacity.squares);
-    window = reinterpret_cast<T*>(memory);
+    window = reinterpret_cast<T*>(take((kWindow + capacity.raws) * kWindowWidth * sizeof(T)));
+    gates = reinterpret_cast<float2*>(memory);
   }
   static int64_t num_bytes(const Capacity& capacity) {
-    const int64_t floats = capacity.rows * (4 + 2 * kKeyFloats + kWidth) +
+    const int64_t floats = capacity.rows * (2 + 2 * kKeyFloats + kWidth) +
                            capacity.outputs * kWidth + capacity.copies * kDim * kWidth +
                            kSplit * capacity.squares;
     return sizeof(TreePlan) + kExchanges * sizeof(uint64_t) + floats * sizeof(float) +
-           kWindow * kWindowWidth * sizeof(T);
+           (kWindow + capacity.raws) * kWindowWidth * sizeof(T);
   }
 };
 

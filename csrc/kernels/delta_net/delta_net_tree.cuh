@@ -25,6 +25,12 @@ struct Visit {
   static constexpr uint8_t kFollows = 254;
 };
 
+// Places of the three tokens before a token, a byte each, nearest first. The window is in places 0
+// to 2, and token i of the step is in place 3 + i.
+__device__ __forceinline__ uint32_t window_of(int before1, int before2, int before3) {
+  return (before1 + 3) | (before2 + 3) << 8 | (before3 + 3) << 16;
+}
+
 // In shared memory.
 struct TreePlan {
   uint64_t ancestors[kMaxTreeSize];  // of each node, itself included
@@ -34,6 +40,7 @@ struct TreePlan {
                              // last
   int slots[kMaxTreeSize];   // slot of the node's copy, or kNone
   Visit visits[kMaxTreeSize];
+  uint32_t windows[kMaxTreeSize];  // window_of of each node
 
   // All threads call it after a barrier behind the writes of `parents`, one thread for each node.
   // Another barrier must follow.
@@ -45,6 +52,8 @@ struct TreePlan {
       uint64_t path = 0;
       for (int at = node; at >= 0; at = parents[at]) path |= uint64_t{1} << at;
       ancestors[node] = path;
+      const auto before = [&](int at) { return at < 0 ? at - 1 : parents[at]; };
+      windows[node] = window_of(parent, before(parent), before(before(parent)));
     }
     __syncthreads();
     int size = 0, children = 0, before = 0, later = 0;

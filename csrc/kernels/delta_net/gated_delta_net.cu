@@ -13,7 +13,8 @@
 // Decode step:
 //   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
 //      it. Nothing here needs the projection before it, so the work overlaps that.
-//   2. Prepare the step's tokens: convolution, SiLU, norms, gates -> shared memory.
+//   2. Copy the step's raw tokens to shared memory. Prepare them: convolution, SiLU, norms, gates.
+//      With more than four tokens, each CTA prepares q and k of its share for all (DSMEM).
 //   3. Recurrence: each warp by itself, without a barrier, depth first (delta_net_tree.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
 //
@@ -59,19 +60,19 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   if (num_accepted > 0) {
     const auto source = cta.source(false);
     cta.prepare(num_accepted, weights, source);
-    __syncthreads();
     if (cta.warp < Cta::kWarps) {
-      for (int i = 0; i < num_accepted; ++i) state.step<false>(cta.operands(i), cta.lane);
+      for (int i = 0; i < num_accepted; ++i) cta.update(state, i);
     }
     cta.move_window(
-        num_accepted, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+        num_accepted, [&](int i) { return cta.in_window(kWindow + i); }, threadIdx.x,
+        Cta::kThreads);
     __syncthreads();
   }
   Cta::meet();
   ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   const auto produce = [&](int stage) {
     const int ended = stage - 2, summed = stage - 1;
-    const int row = producer * kTokens + cta.lane / Cta::kTokenLanes;
+    const int row = producer * kTokens + cta.token();
     decltype(cta.load_z(0)) z[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -109,13 +110,19 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   const auto recur = [&](int stage) {
     if (stage >= stages) return;
     const int rows = rows_of(stage), begin = stage % 2 * kStage;
-    Operands token = cta.operands(begin);
-#pragma unroll 2
+    Operands now = cta.operands(begin);
+    OutputParts before{};  // of the token before; the first one is overwritten
+#pragma unroll 1
     for (int row = 0; row < rows; ++row) {
-      const Operands next = cta.operands(begin + min(row + 1, rows - 1));
-      cta.store_output(stage % 3 * kStage + row, state.step<true>(token, cta.lane));
-      token = next;
+      const Prepared next = cta.prepared(begin + min(row + 1, rows - 1));
+      const Operands token = now;
+      now.load_k(next, cta.lane);
+      __syncwarp();  // the loads stay before the sums, which do not wait for them
+      cta.store_output(stage % 3 * kStage + max(row - 1, 0), before);
+      before = state.step<true>(token, cta.lane);
+      now.load_others(next, cta.lane);
     }
+    cta.store_output(stage % 3 * kStage + rows - 1, before);
     if (stage == stages - 1) state.store_to(cta.tile(), cta.lane);
   };
   const auto run_stages = [&](auto&& body) {
@@ -146,7 +153,7 @@ template <typename Cta, typename Weights>
 __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const Weights& weights,
                                          int count, int num_accepted) {
   constexpr int kStride = Cta::kWarps * Cta::kTokens;
-  const int first = cta.warp * Cta::kTokens, mine = first + cta.lane / Cta::kTokenLanes;
+  const int first = cta.warp * Cta::kTokens, mine = first + cta.token();
   TreePlan& tree = *cta.shared.tree;
   const bool is_tree = cta.args.tokens.token_parents != nullptr;
   decltype(cta.load_z(0)) z;
@@ -164,18 +171,21 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const W
     }
     const auto source = cta.source(is_step);
     cta.prepare(rows, weights, source);
-    __syncthreads();
     const auto visit_of = [&](int i) {
       return is_step && is_tree
                  ? tree.visits[i]
                  : Visit{static_cast<uint8_t>(i), Visit::kNone, Visit::kFollows, Visit::kNone};
     };
     Visit visit = visit_of(0);
-    Operands token = cta.operands(visit.node);
+    Operands now = cta.operands(visit.node);
+    OutputParts before{};  // of the visit before; the first one is overwritten
+    int node_before = visit.node;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
       const Visit next_visit = visit_of(min(i + 1, rows - 1));
-      const Operands next = cta.operands(next_visit.node);
+      const Prepared next = cta.prepared(next_visit.node);
+      const Operands token = now;
+      now.load_k(next, cta.lane);
       if (visit.from != Visit::kFollows) {
         if (visit.from == Visit::kNone) {
           state.load_from(cta.tile(), cta.lane);
@@ -184,18 +194,21 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const W
         }
 #pragma unroll 1
         for (uint64_t nodes = tree.replayed(visit); nodes != 0; nodes &= nodes - 1) {
-          state.step<false>(cta.operands(__ffsll(static_cast<long long>(nodes)) - 1), cta.lane);
+          cta.update(state, __ffsll(static_cast<long long>(nodes)) - 1);
         }
       }
-      const float o = state.step<true>(token, cta.lane);
-      if (is_step) cta.store_output(visit.node, o);
+      cta.store_output(node_before, before);
+      before = state.step<true>(token, cta.lane);
+      now.load_others(next, cta.lane);
+      node_before = visit.node;
       if (visit.to != Visit::kNone) state.save(cta.copy(visit.to), cta.lane);
       visit = next_visit;
-      token = next;
     }
+    cta.store_output(node_before, before);
     if (!is_step) {
       state.store_to(cta.tile(), cta.lane);
-      cta.move_window(rows, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+      cta.move_window(
+          rows, [&](int i) { return cta.in_window(kWindow + i); }, threadIdx.x, Cta::kThreads);
       __syncthreads();
     }
   }
@@ -242,6 +255,7 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
     shared.tree->parents[i] = is_tree ? tokens.token_parents[first + i] : i - 1;
   }
   const int num_accepted = cta.num_accepted(length);
+  if (kCommits) ptx::cp_async_wait<0>();
   __syncthreads();
   if (is_tree) shared.tree->order(count, args.capacity.copies);
   if constexpr (kCommits) {
@@ -258,10 +272,12 @@ Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
   using Cta = Head<T, kSplit, kCommits>;
   const int max_path = p.accepted.max_path;
   if (kCommits) {
-    return {std::max(2 * Cta::kStage, max_path), 3 * Cta::kStage, kExchanges * Cta::kStage, 0};
+    return {std::max(2 * Cta::kStage, max_path), max_path, 3 * Cta::kStage,
+            kExchanges * Cta::kStage, 0};
   }
   const int nodes = p.tokens.max_seq_tokens;
-  Capacity capacity{std::max(nodes, max_path), nodes, (nodes + 3) / 4 * 4, 0};
+  const int rows = std::max(nodes, max_path);
+  Capacity capacity{rows, rows, rows, (nodes + 3) / 4 * 4, 0};
   if (p.tokens.token_parents == nullptr) return capacity;
   const int ctas = p.tokens.num_seqs * p.shape.num_value_heads * kSplit;
   const int64_t on_sm = std::min(2, (ctas + ctx.sm_count - 1) / ctx.sm_count);

@@ -15,7 +15,7 @@ void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory);
 
 int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
-  const int64_t groups = row_groups(max_rows);
+  const int64_t groups = row_groups(max_rows, kMaxFusedRows);
   return kFusedStateBytes +
          kFusedSumBytes * (groups <= kMaxFlaggedGroups ? groups : kMaxFlaggedGroups + groups);
 #else

@@ -1,6 +1,6 @@
-// Fused layer kernel for Hopper, 1 to 64 rows: y_i = alpha_i * x_i W_i^T + beta_i * y_i for up to
-// four dependent GEMMs of a decoder layer (fused_layer.h), with the norms between them, the
-// combination of attention splits before them, and RoPE with the KV write after them.
+// Fused layer kernel for Hopper, up to kMaxFusedRows rows: y_i = alpha_i * x_i W_i^T + beta_i * y_i
+// for up to four dependent GEMMs of a decoder layer (fused_layer.h), with the norms between them,
+// the combination of attention splits before them, and RoPE with the KV write after them.
 //
 // Roofline: all W are read once. A layer of MiniCPM4-8B takes 41 us (4 bits) or 155 us (16 bits) at
 // 3 TB/s. As separate launches the GEMMs take 50 and 207 us at one row, because memory is idle
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[launch_parity ^ 1][0];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kMaxFusedGemms * kMaxRows; i += kThreads) next[i] = {0, 0};
+    for (int i = threadIdx.x; i < kMaxFusedGemms * kMaxFusedRows; i += kThreads) next[i] = {0, 0};
   }
 
   const int g = lane / 4, q2 = lane % 4 * 2;
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
         }
         if (!alone && warp < num_epilogue_tiles) epilogue.load_old(warp);
       };
-      if constexpr (kGroups < 8) prefetch();  // kGroups 8: too few registers, see below
+      if constexpr (kGroups < 8) prefetch();  // from 8 on: too few registers, see below
 
       // Main loop over this CTA's k blocks of the tile.
       float sums[2][kGroups][4] = {};
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
       }
 
       trace.stamp(3 * i + 3);
-      if constexpr (kGroups == 8) {
+      if constexpr (kGroups >= 8) {
         prefetch();
         if (!alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
       }
@@ -390,24 +390,6 @@ CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, in
   return is_short || is_busy ? CombineMode::kGridWide : CombineMode::kNone;
 }
 
-// Cycles between two L2 prefetches of a CTA; 0: no prefetch. There is no prefetch in three cases.
-// With more than one row, the main loop is the bottleneck, and prefetches delay other loads. If no
-// weights follow, a prefetch costs 0.7 us a layer. If a layer's KV entries take a fifth of L2, it
-// costs 2 us at 16384 entries of 2 heads. A rate 5 % above the peak keeps memory busy.
-int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
-  const AttentionParams& attention = p.attention;
-  const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)
-                                               : attention.tokens.max_kv;
-  const int64_t kv_bytes = int64_t{4} * entries * attention.num_kv_heads * attention.head_dim;
-  const FusedGemm& first = p.gemms.front();
-  if (first.x.size(0) != 1 || first.is_dense() || p.following.empty() || ctx.bytes_per_cycle == 0 ||
-      kv_bytes > ctx.l2_bytes / 5) {
-    return 0;
-  }
-  return static_cast<int>(0.95 * static_cast<double>(first.w4.block_bytes()) * ctx.sm_count /
-                          ctx.bytes_per_cycle);
-}
-
 template <typename Mainloop>
 void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const AttentionParams& attention,
                         int num_ctas) {
@@ -438,16 +420,18 @@ void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory) {
 void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
   const int64_t num_rows = p.gemms.front().x.size(0);
   const bool has_attention = !p.attention.out.empty(), has_rotary = !p.rotary.qkv.empty();
-  CHECK(p.memory.num_bytes() >= fused_layer_bytes(num_rows),
-        "fused_layer: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
-        fused_layer_bytes(num_rows), num_rows);
+  const int64_t num_bytes = fused_layer_bytes(num_rows);
+  CHECK(p.memory.num_bytes() >= num_bytes,
+        "fused_layer: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(), num_bytes,
+        num_rows);
   const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
   bool zeros = false, rotates = false;
   for (const FusedGemm& gemm : p.gemms) zeros |= gemm.w4.zero_points;
-  for (int64_t row = 0; row < num_rows; row += kMaxRows) {
-    const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
-    const int groups = row_groups(m);
+  const int64_t most_rows = p.gemms.front().is_dense() ? kMaxRows : kMaxFusedRows;
+  for (int64_t row = 0; row < num_rows; row += most_rows) {
+    const int64_t m = std::min(most_rows, num_rows - row);
+    const int groups = row_groups(m, most_rows);
     FusedLayerArgs args{
         .state = p.memory.as<FusedState>(),
         .fragments = p.memory.as<char>() + kFusedStateBytes +
@@ -485,12 +469,14 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
     }
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
-      dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+      dispatch_int<1, 2, 4, 8, 16>("groups of rows", groups, [&](auto constant) {
         constexpr int kGroups = decltype(constant)::value;
-        using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<kGroups == 8 ? 1 : 2>>;
-        p.gemms.front().is_dense()
-            ? launch_fused_layer<DenseMainloop<T, kGroups>>(ctx, args, p.attention, num_ctas)
-            : launch_w4<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
+        using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<(kGroups >= 8 ? 1 : 2)>>;
+        if (!p.gemms.front().is_dense()) {
+          launch_w4<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
+        } else if constexpr (kGroups <= 8) {
+          launch_fused_layer<DenseMainloop<T, kGroups>>(ctx, args, p.attention, num_ctas);
+        }
       });
     });
   }

@@ -26,10 +26,10 @@ inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
 #endif
 }
 
-// The number of groups of 8 rows (1, 2, 4 or 8) of the kernel that handles `rows`, up to 64.
-constexpr int row_groups(int64_t rows) {
+// The number of groups of 8 rows (a power of two) of the kernel that handles `rows`, up to `most`.
+constexpr int row_groups(int64_t rows, int64_t most = kMaxSkinnyRows) {
   return static_cast<int>(
-      std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, kMaxSkinnyRows) + 7) / 8));
+      std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, most) + 7) / 8));
 }
 
 struct GemmParams {

@@ -183,8 +183,13 @@ void skinny_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
   const int64_t y_stride = params.y_stride ? params.y_stride : n;
-  for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
-    const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
+  bool tall = false;
+#ifdef CPMCU_SM90
+  tall = ctx.compute_capability == 90 && is_tall(ctx, n);
+#endif
+  const int64_t most_rows = tall ? kMaxTallRows : kMaxSkinnyRows;
+  for (int64_t row = 0; row < m; row += most_rows) {
+    const int64_t rows = std::min(most_rows, m - row);
     const Args args{.y = params.y.as<char>() + row * y_stride * size_of(params.y.dtype()),
                     .x = params.x.rows(row, rows).data(),
                     .w = params.w.data(),
@@ -195,7 +200,7 @@ void skinny_gemm(const Context& ctx, const GemmParams& params) {
                     .alpha = params.alpha,
                     .beta = params.beta};
 #ifdef CPMCU_SM90
-    if (ctx.compute_capability == 90 && is_tall(ctx, n)) {
+    if (tall) {
       tall_gemm_sm90(ctx, params.x.dtype(), params.y.dtype(), args);
       continue;
     }

@@ -14,6 +14,8 @@ struct SkinnyArgs {
   float alpha, beta;
 };
 
+constexpr int kMaxTallRows = 128;  // of x, a launch of tall_gemm_sm90
+
 // Whether W has enough rows for tall_gemm_sm90: at least a tile of 128 for each SM. Independent of
 // M.
 inline bool is_tall(const Context& ctx, int64_t n) { return n >= 128 * int64_t{ctx.sm_count}; }

@@ -1,5 +1,5 @@
 // skinny_gemm on Hopper for a W of very many rows (lm_head): y [M, N] = alpha * x W^T + beta * y, M
-// up to 64.
+// up to kMaxTallRows.
 //
 // Roofline: W is read once, 2 N K bytes. MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
 // With the short-lived CTAs of skinny_gemm.cu it takes 204 us at one row (254 in a step) and 256 us
@@ -161,7 +161,7 @@ void launch_tall(const Context& ctx, const TallArgs& args) {
 }  // namespace
 
 void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args) {
-  const int groups = row_groups(args.m);
+  const int groups = row_groups(args.m, kMaxTallRows);
   const auto up_to_16 = [](int rows) { return (rows + 15) / 16 * 16; };
   const int cta_rows = up_to_16((args.n + ctx.sm_count - 1) / ctx.sm_count);
   const int tiles = (cta_rows + kTileRows - 1) / kTileRows;
@@ -182,7 +182,7 @@ void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args
                       .beta = args.beta};
   dispatch_half(x, [&](auto t) {
     using T = decltype(t);
-    dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+    dispatch_int<1, 2, 4, 8, 16>("groups of rows", groups, [&](auto constant) {
       constexpr int kGroups = decltype(constant)::value;
       y == DType::kF32 ? launch_tall<T, float, kGroups>(ctx, tall)
                        : launch_tall<T, T, kGroups>(ctx, tall);

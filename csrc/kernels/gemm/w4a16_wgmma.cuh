@@ -21,36 +21,38 @@ struct WgmmaOf {
   struct LaneRows {};  // wgmma reads rows of x itself
 
   // part = fragments of 128 k times rows of x. unpack_to(a, pair, step, i) makes the fragment of k
-  // step `step` of the pair `pair` of steps, and of m16 tile i. Calls `meanwhile` when all wgmma
-  // are issued.
-  template <typename T, int kGroups, typename Unpack, typename F>
+  // step `step` of the pair `pair` of steps, and of m16 tile i. kSteps of them, 1 or 2, are
+  // multiplied at a time. Calls `meanwhile` when all wgmma are issued.
+  template <typename T, int kGroups, int kSteps = 2, typename Unpack, typename F>
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
                                                             uint32_t rows, Unpack unpack_to,
                                                             F meanwhile) {
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
-    // A pair of steps is unpacked while the pair before is multiplied.
-    uint32_t a[2][2][kTiles][4];
+    // Steps are unpacked while those before are multiplied.
+    uint32_t a[2][kSteps][kTiles][4];
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      auto& fragments = a[pair % 2];
+    for (int first = 0; first < 8; first += kSteps) {
+      auto& fragments = a[first / kSteps % 2];
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) unpack_to(fragments[step][i], pair, step, i);
+        for (int i = 0; i < kTiles; ++i) {
+          unpack_to(fragments[step][i], (first + step) / 2, (first + step) % 2, i);
+        }
       }
       // 16 k are 32 bytes; descriptors count 16.
-      const uint64_t x = descriptor + pair / 2 * (8 * kGroups * 128 / 16) + pair % 2 * 4;
+      const uint64_t x = descriptor + first / 4 * (8 * kGroups * 128 / 16) + first % 4 * 2;
       ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           ptx::wgmma_64xNx16<T, kGroups>(part[i], fragments[step][i], x + step * 2,
-                                         pair + step > 0);
+                                         first + step > 0);
         }
       }
       ptx::wgmma_commit();
-      if (pair < 3) ptx::wgmma_wait<1>();
+      if (first + kSteps < 8) ptx::wgmma_wait<1>();
     }
     meanwhile();
     ptx::wgmma_wait<0>();
@@ -65,14 +67,18 @@ struct WgmmaOf {
                                                   const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2], F meanwhile) {
     uint4 words[4];
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
+    const auto load = [&](int pair) {
       words[pair] = ptx::load_shared16(weights + pair * kPairBytes);
-    multiply_fragments<T, kGroups>(
+    };
+    constexpr bool kLean = kGroups == 16;  // few registers are left beside the sums
+#pragma unroll
+    for (int pair = 0; pair < (kLean ? 1 : 4); ++pair) load(pair);
+    multiply_fragments<T, kGroups, kLean ? 1 : 2>(
         part, rows,
         [&](uint32_t (&a)[4], int pair, int step, int i) {
           const int t = first_tile + i;
           unpack<T>(a, word_of(words[pair], step, t), low[t], high[t]);
+          if (kLean && step == 1 && pair < 3) load(pair + 1);
         },
         meanwhile);
   }

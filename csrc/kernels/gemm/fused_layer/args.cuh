@@ -34,7 +34,7 @@ struct FusedState {
   uint32_t bases[kMaxFusedGemms];  // value of `arrived` before this launch
   uint32_t launches;
   // Double-buffered: one half is in use, the other is zeroed.
-  ExactSum squares[2][kMaxFusedGemms][kMaxRows];
+  ExactSum squares[2][kMaxFusedGemms][kMaxFusedRows];
   // More than 16 rows: CTAs whose partial sums of a tile have arrived. One cache line each. A
   // launch moves a counter from one multiple of kSummed to the next, whatever its number of slices.
   uint32_t summed[kMaxFusedGemms][kMaxFusedCtas][32];

@@ -19,7 +19,7 @@ struct W4Mainloop {
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. From 32 rows on the consumers are the bottleneck, and more blocks are better.
-  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
+  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 8 ? 5 : 3;
 
   // Weight blocks that each CTA prefetches to L2 (prefetch.cuh), 18 MB in all. One row only.
   static constexpr int kPrefetchBlocks = kGroups == 1 ? 8 : 0;

@@ -1,0 +1,57 @@
+// The convolution of gated_delta_net.cu, and sums over lanes.
+#pragma once
+
+#include "core/vec.cuh"
+#include "kernels/delta_net/gated_delta_net.h"
+
+namespace cpmcu::cuda::delta_net {
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// The convolution of kN channels, rounded as the model's dtype. `w`: [kN, 4] of these channels.
+template <typename T, int kN>
+__device__ __forceinline__ void convolve(float (&to)[kN], const Vec<T, kN>& x0,
+                                         const Vec<T, kN>& x1, const Vec<T, kN>& x2,
+                                         const Vec<T, kN>& x3, const float (&w)[kN][kConvTaps]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    float sum = __fmul_rn(w[i][0], to_float(x0[i]));
+    sum = __fmaf_rn(w[i][1], to_float(x1[i]), sum);
+    sum = __fmaf_rn(w[i][2], to_float(x2[i]), sum);
+    sum = __fmaf_rn(w[i][3], to_float(x3[i]), sum);
+    to[i] = __fmul_rn(sum, sigmoid(sum));
+  }
+  // Pairs round in one instruction.
+#pragma unroll
+  for (int i = 0; i + 1 < kN; i += 2) {
+    const uint32_t pair = pack2<T>(to[i], to[i + 1]);
+    to[i] = to_float(reinterpret_cast<const T*>(&pair)[0]);
+    to[i + 1] = to_float(reinterpret_cast<const T*>(&pair)[1]);
+  }
+  if constexpr (kN % 2 != 0) to[kN - 1] = to_float(from_float<T>(to[kN - 1]));
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ void load_filters(float (&w)[kN][kConvTaps], const T* __restrict__ conv,
+                                             int channel) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const Vec<T, kConvTaps> filters = load<T, kConvTaps>(conv + int64_t{channel + i} * kConvTaps);
+#pragma unroll
+    for (int t = 0; t < kConvTaps; ++t) w[i][t] = to_float(filters[t]);
+  }
+}
+
+// Sums over kLanes neighbouring lanes, for each of kN numbers.
+template <int kLanes, int kN>
+__device__ __forceinline__ void sum_lanes(float (&x)[kN]) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+#pragma unroll
+    for (float& each : x) {
+      each = __fadd_rn(each, __shfl_xor_sync(0xffffffffu, each, distance));
+    }
+  }
+}
+
+}  // namespace cpmcu::cuda::delta_net
