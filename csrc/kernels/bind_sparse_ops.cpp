@@ -10,21 +10,29 @@ namespace cpmcu {
 void bind_sparse_ops(py::module_& m) {
   m.def(
       "compress_keys",
-      [](const OpsContext& c, SharedArray k_cache, SharedArray fine, SharedArray coarse,
+      [](const OpsContext& c, const std::vector<SharedArray>& k_caches,
+         const std::vector<SharedArray>& fine, const std::vector<SharedArray>& coarse,
          const OpsTokens& tokens, SharedArray accepted_counts) {
-        compress_keys(c.ctx, {.k_cache = tensor_of(k_cache),
-                              .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
-                              .accepted_counts = ints(accepted_counts),
-                              .tokens = tokens.tokens});
+        CHECK(fine.size() == k_caches.size() && coarse.size() == k_caches.size(),
+              "compress_keys: {} k_caches, {} fine and {} coarse planes, expected equally many",
+              k_caches.size(), fine.size(), coarse.size());
+        CompressKeysParams params{
+            .layers = {}, .accepted_counts = ints(accepted_counts), .tokens = tokens.tokens};
+        for (size_t i = 0; i < k_caches.size(); ++i) {
+          params.layers.push_back(
+              {.k_cache = tensor_of(k_caches[i]),
+               .compressed = {.fine = tensor_of(fine[i]), .coarse = tensor_of(coarse[i])}});
+        }
+        compress_keys(c.ctx, params);
       },
-      "ctx"_a, py::kw_only(), "k_cache"_a, "fine"_a, "coarse"_a, "tokens"_a,
-      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+      "ctx"_a, py::kw_only(), "k_caches"_a, "fine"_a, "coarse"_a, "tokens"_a,
+      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h; one array a layer.");
   m.def(
       "select_blocks",
       [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,
          SharedArray coarse, float scale, int num_heads, int num_kv_heads, int head_dim,
          const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len,
-         bool keys_are_old, SharedArray scratch) {
+         bool keys_are_old, SharedArray scratch, SharedArray memory) {
         select_blocks(c.ctx, {.selection = tensor_of(selection),
                               .qkv = tensor_of(qkv),
                               .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
@@ -38,12 +46,14 @@ void bind_sparse_ops(py::module_& m) {
                                        .dense_len = dense_len},
                               .keys_are_old = keys_are_old,
                               .tokens = tokens.tokens,
-                              .scratch = tensor_of(scratch)});
+                              .scratch = tensor_of(scratch),
+                              .memory = tensor_of(memory)});
       },
       "ctx"_a, py::kw_only(), "selection"_a, "qkv"_a, "fine"_a, "coarse"_a, "scale"_a,
       "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "init_blocks"_a, "window_size"_a,
       "topk"_a, "dense_len"_a, "keys_are_old"_a = false, "scratch"_a = SharedArray(),
-      "csrc/kernels/attention/sparse.h");
+      "memory"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+  m.def("select_memory_bytes", &select_memory_bytes, "num_seqs"_a, "num_kv_heads"_a);
   m.def(
       "max_selected_splits",
       [](int init_blocks, int window_size, int topk, int dense_len, int max_kv) {

@@ -185,6 +185,7 @@ class AttentionBlock : public Block {
   void finish_loading(const Context& ctx) override {
     qkv_->finish_loading(ctx);
     out_->finish_loading(ctx);
+    if (sparse_) sparse_->finish_loading(ctx);
     rotary_.upload(ctx);
   }
 

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "layers/compress_queue.h"
+
 namespace cpmcu {
 
 SparseKeys::SparseKeys(const Params& params)
@@ -45,18 +47,29 @@ void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& lim
     score_floats_ = select_scratch_floats(num_tokens, num_heads, keys.num_heads, limits.max_kv);
   }
   scores_id_ = plan.add_scratch("attention.block_scores", 4 * score_floats_, phase, phase);
+  memory_bytes_ =
+      limits.is_cuda() ? select_memory_bytes(limits.max_decode_tokens, keys.num_heads) : 0;
+  memory_id_ = plan.add_scratch("attention.select_memory", memory_bytes_, 0, kLoad);
 }
 
 void SparseKeys::bind(const Arena& arena, const ModelState& state) {
   keys_ = {.fine = state.paged(fine_id_), .coarse = state.paged(coarse_id_)};
   selection_ = arena.tensor(selection_id_, DType::kU64, {max_tokens_, num_kv_heads_, num_words_});
   scores_ = arena.tensor(scores_id_, DType::kF32, {score_floats_});
+  memory_ = arena.tensor(memory_id_, DType::kU8, {memory_bytes_});
+}
+
+void SparseKeys::finish_loading(const Context& ctx) const {
+  fill_bytes(ctx.device, memory_.data(), 0, memory_bytes_, ctx.stream);
 }
 
 void SparseKeys::compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
                           const int* accepted_counts) const {
-  compress_keys(
-      ctx, {.k_cache = keys, .keys = keys_, .accepted_counts = accepted_counts, .tokens = tokens});
+  const CompressKeysParams params{.layers = {{.k_cache = keys, .compressed = keys_}},
+                                  .accepted_counts = accepted_counts,
+                                  .tokens = tokens};
+  CompressQueue* const queue = CompressQueue::of(ctx);
+  queue != nullptr ? queue->push(params) : compress_keys(ctx, params);
 }
 
 int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const {
@@ -80,7 +93,8 @@ BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rota
                       .rule = rule_,
                       .keys_are_old = keys_are_old,
                       .tokens = tokens,
-                      .scratch = scores_});
+                      .scratch = scores_,
+                      .memory = memory_});
   return {.words = selection,
           .dense_len = rule_.dense_len,
           .max_splits = max_selected_splits(rule_, tokens.max_kv)};

@@ -25,6 +25,7 @@ class SparseKeys {
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, const PagedPlane& keys,
             int num_heads, Timeline phase);
   void bind(const Arena& arena, const ModelState& state);
+  void finish_loading(const Context& ctx) const;
 
   // Compresses the keys of a prefill step, or of the accepted tokens of a decode step.
   void compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
@@ -38,11 +39,12 @@ class SparseKeys {
  private:
   SparseRule rule_;
   ModelState::PagedId fine_id_, coarse_id_;
-  MemoryPlan::Id selection_id_ = 0, scores_id_ = 0;
-  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0, score_floats_ = 0;
+  MemoryPlan::Id selection_id_ = 0, scores_id_ = 0, memory_id_ = 0;
+  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0, score_floats_ = 0, memory_bytes_ = 0;
   CompressedKeys keys_;
   Tensor selection_;  // [T, Hkv, words]
   Tensor scores_;     // scratch of select_blocks
+  Tensor memory_;     // of select_blocks
 };
 
 }  // namespace cpmcu

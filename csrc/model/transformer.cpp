@@ -3,6 +3,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
+#include "layers/compress_queue.h"
 
 namespace cpmcu {
 
@@ -111,7 +112,11 @@ Tensor Transformer::forward(const Context& ctx, const Step& step) const {
 }
 
 void Transformer::commit(const Context& ctx, const Step& step, const Accepted& accepted) const {
-  for (const Sublayer& sublayer : sublayers_) sublayer.block->commit(ctx, step, accepted);
+  CompressQueue queue(ctx);
+  for (const Sublayer& sublayer : sublayers_) {
+    sublayer.block->commit(queue.context(), step, accepted);
+  }
+  queue.flush();
 }
 
 void Transformer::copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const {

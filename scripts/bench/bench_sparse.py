@@ -81,6 +81,8 @@ class Sequences:
             num_tokens=count, num_heads=HEADS, num_kv_heads=KV_HEADS, max_kv=entries
         )
         self.scores = ops.Array(ctx, [scores], "float32")
+        memory = ops.select_memory_bytes(num_seqs=1, num_kv_heads=KV_HEADS)
+        self.memory = raw(ctx, np.zeros(memory, np.uint8))
 
     def tokens(self, slot: int, tree: bool) -> Any:
         ctx, count = self.ctx, self.count
@@ -100,7 +102,8 @@ class Sequences:
         ops.select_blocks(
             self.ctx, selection=self.selection, qkv=self.qkv, fine=self.fine, coarse=self.coarse,
             scale=HEAD_DIM**-0.5, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-            tokens=tokens, keys_are_old=keys_are_old, scratch=self.scores, **RULE,
+            tokens=tokens, keys_are_old=keys_are_old, scratch=self.scores,
+            memory=self.memory, **RULE,
         )  # fmt: skip
 
     def attend(self, op: Callable[..., None], tokens: Any, tree: bool) -> None:
@@ -158,7 +161,7 @@ def step(ctx: Any, entries: int, count: int, dtype: str, alike: bool) -> dict[st
 
         def compress(tokens: Any) -> None:
             ops.compress_keys(
-                ctx, k_cache=accepted.k_cache, fine=accepted.fine, coarse=accepted.coarse,
+                ctx, k_caches=[accepted.k_cache], fine=[accepted.fine], coarse=[accepted.coarse],
                 tokens=tokens, accepted_counts=counts,
             )  # fmt: skip
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tests.kernels.attention import Case
-from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints
+from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints, put_raw
 from tests.reference.sparse import COARSE, FINE, Rule, compress
 
+MEMORY_SEQS = 8  # of two KV heads
 SMALL_RULE = Rule(init_blocks=1, window_size=128, topk=3, dense_len=300)
 
 
@@ -20,6 +22,7 @@ class SparseCase(Case):
 
     rule: Rule = field(default=SMALL_RULE)
     keys_are_old: bool = True
+    one_launch: bool = True  # of select_blocks, if each sequence has one token
 
     def compressed(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Fine and coarse keys [spans, Hkv, D] of the cached and new tokens, as they are stored."""
@@ -55,7 +58,8 @@ class SparseCase(Case):
             context(device), selection=selection, qkv=qkv, fine=fine, coarse=coarse,
             scale=self.scale, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, tokens=rows, scratch=empty(device, [floats], "float32"),
-            keys_are_old=self.keys_are_old, **vars(self.rule),
+            keys_are_old=self.keys_are_old, memory=select_memory(device, self.one_launch),
+            **vars(self.rule),
         )  # fmt: skip
         return selection
 
@@ -73,24 +77,39 @@ class SparseCase(Case):
         return super().params(device, qkv, k, v, rows)
 
 
+@cache
+def select_memory(device: str, one_launch: bool) -> Any:
+    """The memory of select_blocks, kept between launches; without it, several launches choose."""
+    if not one_launch:
+        return None
+    num_bytes = ops.select_memory_bytes(num_seqs=MEMORY_SEQS, num_kv_heads=2)
+    return put_raw(device, np.zeros(num_bytes, np.uint8))
+
+
 def as_bools(words: np.ndarray) -> np.ndarray:
     bits = words[..., None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
     return bits.astype(bool).reshape(*words.shape[:-1], -1)
 
 
 def compressed_on(device: str, case: SparseCase, counts: list[int] | None) -> Any:
-    """Runs compress_keys. `counts`: accepted tokens of each sequence; None: a prefill step."""
-    step = case.step
+    """Runs compress_keys. `counts`: accepted tokens of each sequence; None: a prefill step.
+
+    Other layers are in front; on a GPU, enough of them for two launches."""
+    step, others = case.step, 64 if device == "cuda" else 1
     k = case.put_raw(device, case.cache(case.k))
+    other = empty(device, list(k.shape), case.dtype)
     shape = [step.num_pages, case.num_kv_heads, 4, case.head_dim]
-    planes = [empty(device, [*shape[:2], rows, shape[3]], case.dtype) for rows in (4, 1)]
+    shapes = [[*shape[:2], rows, shape[3]] for rows in (4, 1)]
+    planes = [empty(device, each, case.dtype) for each in shapes]
+    unused = [empty(device, each, case.dtype) for each in shapes]
     accepted = None
     if counts is not None:
         per_slot = np.zeros(step.num_slots, np.int32)
         per_slot[step.slots] = counts
         accepted = put_ints(device, per_slot)
     ops.compress_keys(
-        context(device), k_cache=k, fine=planes[0], coarse=planes[1], tokens=step.rows(device),
+        context(device), k_caches=[other] * others + [k], fine=[unused[0]] * others + [planes[0]],
+        coarse=[unused[1]] * others + [planes[1]], tokens=step.rows(device),
         accepted_counts=accepted,
     )  # fmt: skip
     return [decode(plane.numpy(), case.dtype) for plane in planes]

@@ -135,8 +135,9 @@ def test_all_blocks_if_topk_is_larger_than_the_candidates(device: str) -> None:
 
 
 @on_devices
-def test_equal_scores_choose_the_lower_block(device: str) -> None:
-    case = SparseCase(Step(lengths=[999], counts=[2]), *HEADS, "float32")
+@pytest.mark.parametrize("count", [1, 2])
+def test_equal_scores_choose_the_lower_block(device: str, count: int) -> None:
+    case = SparseCase(Step(lengths=[999], counts=[count]), *HEADS, "float32")
     case = dataclasses.replace(case, dtype="float16") if device == "cuda" else case
     case.k = [np.ones_like(case.k[0])]
     found = case.blocks(device)
@@ -155,8 +156,9 @@ def test_no_best_blocks(device: str, topk: int) -> None:
 
 
 @on_devices
-def test_nan_keys_choose_as_many_blocks(device: str) -> None:
-    case = SparseCase(Step(lengths=[1000], counts=[3]), *HEADS, "float16")
+@pytest.mark.parametrize("count", [1, 3])
+def test_nan_keys_choose_as_many_blocks(device: str, count: int) -> None:
+    case = SparseCase(Step(lengths=[1000], counts=[count]), *HEADS, "float16")
     case.k = [np.full_like(case.k[0], np.nan)]
     assert (case.blocks(device).sum(axis=2) == 5).all()
 
@@ -196,6 +198,24 @@ def test_the_choice_does_not_depend_on_other_tokens(device: str, dtype: str) -> 
             single.qkv, single.k = case.qkv[[row]], [case.k[seq][: alone.ends[0]]]
             words = single.blocks(device)[0]
             assert np.array_equal(words, together[row, :, : words.shape[1]])
+
+
+@on_devices_and_cuda_dtypes
+def test_one_launch_chooses_as_several(device: str, dtype: str) -> None:
+    """Steps of one token: lengths shrink and grow, so messages of earlier launches are left."""
+    cases = [
+        SparseCase(Step(lengths=lengths, counts=[1] * len(lengths)), 32, 2, 128, dtype, rule=rule)
+        for lengths, rule in [
+            (EDGES[:8], SMALL_RULE),
+            ([33000], REAL_RULE),
+            (EDGES[8:16], SMALL_RULE),
+            ([10240, 20000], REAL_RULE),
+            (EDGES[16:], SMALL_RULE),
+        ]
+    ]
+    for case in [*cases, cases[1], cases[0]]:
+        several = dataclasses.replace(case, one_launch=False)
+        assert np.array_equal(case.blocks(device), several.blocks(device))
 
 
 # ---- attention to the chosen blocks

@@ -16,6 +16,11 @@
 #include "kernels/attention/sparse_checks.h"
 
 namespace cpmcu::cuda {
+
+// select_blocks by one launch. False: the step has several tokens of a sequence, or too many
+// sequences for the memory or the GPU.
+bool select_one_token(const Context& ctx, const SelectBlocksParams& params);
+
 namespace {
 
 constexpr int kHeads = 16;                          // query heads of an mma

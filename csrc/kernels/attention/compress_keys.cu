@@ -5,11 +5,13 @@
 // Roofline: the new keys are read three to four times from L2, 2 * D bytes each. For one new token
 // it is the latency of 128 independent loads, and only in every 16th step.
 //
-// Schedule: a CTA has one compressed key of one KV head of one sequence; a thread has one
-// dimension. CTAs beyond the keys that end in the step return at once.
+// Schedule: a CTA has one compressed key of one KV head of one sequence and layer; a thread has one
+// dimension. CTAs beyond the keys that end in the step return at once. All layers take one launch.
 //
 // Surprising: keys are added in order in float32, one thread for a dimension. The bits equal those
 // of the CPU, and they do not depend on the step that completes the span.
+#include <algorithm>
+
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/ptx.cuh"
@@ -19,11 +21,16 @@
 namespace cpmcu::cuda {
 namespace {
 
+constexpr int kMaxLayers = 64;  // of one launch; more layers take several
+
 template <typename T>
 struct CompressArgs {
-  const T* k_cache;  // [pages, Hkv, 64, D]
-  T* fine;           // [pages, Hkv, 4, D]
-  T* coarse;         // [pages, Hkv, 1, D]
+  struct Layer {
+    const T* k_cache;  // [pages, Hkv, 64, D]
+    T* fine;           // [pages, Hkv, 4, D]
+    T* coarse;         // [pages, Hkv, 1, D]
+  };
+  Layer layers[kMaxLayers];
   const int* accepted_counts;
   int num_fine;  // CTAs for fine keys; the other CTAs are for coarse ones
   StepTokens tokens;
@@ -31,12 +38,13 @@ struct CompressArgs {
 
 // ---- kernels
 
-// Grid: (fine and coarse keys of a sequence, Hkv, B). A CTA has D threads.
+// Grid: (fine and coarse keys of a sequence, Hkv, B * layers). A CTA has D threads.
 template <typename T>
 __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int seq = blockIdx.z, head = blockIdx.y, num_heads = gridDim.y;
+  const int seq = blockIdx.z % args.tokens.num_seqs, layer = blockIdx.z / args.tokens.num_seqs;
+  const int head = blockIdx.y, num_heads = gridDim.y;
   const int dim = threadIdx.x, head_dim = blockDim.x;
   const int slot = args.tokens.seq_slots[seq];
   const NewTokens range = new_tokens(args.tokens, args.accepted_counts, seq);
@@ -47,6 +55,7 @@ __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> arg
   const int row = range.begin / stride + blockIdx.x - (is_fine ? 0 : args.num_fine);
   if (row >= range.end / stride) return;
 
+  const auto& planes = args.layers[layer];
   const int* pages = args.tokens.page_table + static_cast<int64_t>(slot) * args.tokens.max_pages;
   float sum = 0;
   if (row > 0) {
@@ -55,10 +64,10 @@ __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> arg
       const int token = (row - 1) * stride + i;
       const int64_t page = pages[token / kPageSize];
       const int64_t key = (page * num_heads + head) * kPageSize + token % kPageSize;
-      sum = __fadd_rn(sum, to_float(args.k_cache[key * head_dim + dim]));
+      sum = __fadd_rn(sum, to_float(planes.k_cache[key * head_dim + dim]));
     }
   }
-  T* const plane = is_fine ? args.fine : args.coarse;
+  T* const plane = is_fine ? planes.fine : planes.coarse;
   const int64_t to = (int64_t{pages[row / rows]} * num_heads + head) * rows + row % rows;
   plane[to * head_dim + dim] = from_float<T>(__fmul_rn(sum, 1.0f / length));
 }
@@ -73,22 +82,30 @@ void compress_keys(const Context& ctx, const CompressKeysParams& p) {
   check_compress(p);
   const StepTokens& tokens = p.tokens;
   if (tokens.num_seqs == 0) return;
-  const int head_dim = static_cast<int>(p.k_cache.size(3));
+  const Tensor& first = p.layers.front().k_cache;
+  const int head_dim = static_cast<int>(first.size(3)), num_layers = p.layers.size();
   CHECK(head_dim <= 256, "compress_keys: head_dim is {}, expected at most 256", head_dim);
   // n new tokens end at most (n + 15) / 16 fine keys; a step accepts at most its own tokens.
   const auto most = [&](int stride) { return (tokens.max_seq_tokens + stride - 1) / stride; };
   const int num_fine = most(kFineStride);
-  const dim3 grid(num_fine + most(kPageSize), static_cast<unsigned>(p.k_cache.size(1)),
-                  tokens.num_seqs);
-  dispatch_half(p.k_cache.dtype(), [&](auto element) {
+  dispatch_half(first.dtype(), [&](auto element) {
     using T = decltype(element);
-    launch(ctx, compress_keys_kernel<T>, grid, dim3(head_dim), 0,
-           CompressArgs<T>{.k_cache = p.k_cache.as<const T>(),
-                           .fine = p.keys.fine.as<T>(),
-                           .coarse = p.keys.coarse.as<T>(),
+    for (int begin = 0; begin < num_layers; begin += kMaxLayers) {
+      const int count = std::min(num_layers - begin, kMaxLayers);
+      CompressArgs<T> args{.layers = {},
                            .accepted_counts = p.accepted_counts,
                            .num_fine = num_fine,
-                           .tokens = tokens});
+                           .tokens = tokens};
+      for (int i = 0; i < count; ++i) {
+        const LayerKeys& layer = p.layers[begin + i];
+        args.layers[i] = {.k_cache = layer.k_cache.as<const T>(),
+                          .fine = layer.compressed.fine.as<T>(),
+                          .coarse = layer.compressed.coarse.as<T>()};
+      }
+      const dim3 grid(num_fine + most(kPageSize), static_cast<unsigned>(first.size(1)),
+                      tokens.num_seqs * count);
+      launch(ctx, compress_keys_kernel<T>, grid, dim3(head_dim), 0, args);
+    }
   });
 }
 

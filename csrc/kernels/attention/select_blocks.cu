@@ -6,7 +6,8 @@
 // 10 * D bytes for a block and KV head. Example: MiniCPM4-8B at 128K tokens, 5.2 MB, 1.7 us. Many
 // tokens: tensor cores, 160 * D operations for a token, query head and block.
 //
-// Schedule: three kernels. The next one starts while the previous one runs.
+// Schedule: three kernels. The next one starts while the previous one runs. A plain decode step
+// takes one kernel (select_one_token.cu).
 //   1. score_keys_kernel over coarse keys: parts of m and Z (block_scores.cuh)
 //   2. score_keys_kernel over fine keys: scores of blocks
 //   3. choose_blocks_kernel: a CTA has one token and KV head and keeps the scores in registers. It
@@ -233,6 +234,7 @@ void select_blocks(const Context& ctx, const SelectBlocksParams& p) {
   CHECK(p.tokens.max_kv <= kMaxSparseEntries,
         "select_blocks: a sequence of up to {} tokens, expected at most {} on CUDA",
         p.tokens.max_kv, kMaxSparseEntries);
+  if (select_one_token(ctx, p)) return;
   const int64_t needed =
       select_scratch_floats(p.tokens.num_tokens, p.num_heads, p.num_kv_heads, p.tokens.max_kv);
   CHECK(p.scratch.dtype() == DType::kF32 && p.scratch.num_elements() >= needed,

@@ -26,6 +26,8 @@
 // not depend on the chunk, the tree or the other tokens of a step.
 #pragma once
 
+#include <vector>
+
 #include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
 #include "kernels/step/step_tokens.h"
@@ -62,12 +64,17 @@ struct CompressedKeys {
   Tensor coarse;  // [pages, Hkv, 1, D]
 };
 
+// The planes of one layer.
+struct LayerKeys {
+  Tensor k_cache;  // [pages, Hkv, 64, D]
+  CompressedKeys compressed;
+};
+
 // Writes the compressed keys that end among the last tokens of each sequence. These are the tokens
 // of a prefill step, or with accepted_counts the accepted tokens of a decode step. slot_lengths
 // counts the cached tokens before a prefill step, and after the acceptance of a decode step.
 struct CompressKeysParams {
-  Tensor k_cache;  // [pages, Hkv, 64, D]
-  CompressedKeys keys;
+  std::vector<LayerKeys> layers;         // at least one; all have the same shapes and dtype
   const int* accepted_counts = nullptr;  // [slots]
   StepTokens tokens;
 };
@@ -101,6 +108,16 @@ constexpr int64_t select_scratch_floats(int num_tokens, int num_heads, int num_k
   return BlockScoresShape::of(num_heads / num_kv_heads, max_kv).floats() * most * num_kv_heads;
 }
 
+// The memory in which CTAs of one launch send each other results, for steps of one token of each
+// sequence. More rows (sequences times KV heads) take several launches.
+constexpr int64_t kSelectMessageBytes =
+    16 + kMaxSparseEntries / kPageSize / 32 * int64_t{16 * 16 + 32 * 8 + 8};  // of a row
+constexpr int kMaxMessageRows = 16;
+constexpr int64_t select_memory_bytes(int num_seqs, int num_kv_heads) {
+  const int rows = num_seqs * num_kv_heads;
+  return kSelectMessageBytes * (rows < kMaxMessageRows ? rows : kMaxMessageRows);
+}
+
 struct SelectBlocksParams {
   Tensor selection;  // [T, Hkv, words] uint64, out: bit b is block b
   Tensor qkv;        // [T, columns of the layout]; only q, after RoPE, is read
@@ -116,6 +133,9 @@ struct SelectBlocksParams {
   bool keys_are_old = false;
   StepTokens tokens;  // `positions` are the positions of the queries
   Tensor scratch;     // on CUDA: float32, at least select_scratch_floats(...) elements
+  // [select_memory_bytes] uint8 on CUDA, zero before the first launch and kept between launches.
+  // Empty: several launches.
+  Tensor memory{};
 };
 REGISTER_OP(select_blocks, SelectBlocksParams)
 

@@ -19,11 +19,20 @@ inline void check_keys(const CompressedKeys& keys, const Tensor& like, int num_k
 }
 
 inline void check_compress(const CompressKeysParams& p) {
-  CHECK(p.k_cache.num_dims() == 4 && p.k_cache.size(2) == kPageSize,
-        "compress_keys: k_cache is {}, expected [pages, heads, {}, head_dim]",
-        p.k_cache.shape_text(), kPageSize);
-  check_keys(p.keys, p.k_cache, static_cast<int>(p.k_cache.size(1)),
-             static_cast<int>(p.k_cache.size(3)), "compress_keys");
+  CHECK(!p.layers.empty(), "compress_keys: no layers, expected at least one");
+  const Tensor& first = p.layers.front().k_cache;
+  CHECK(first.num_dims() == 4 && first.size(2) == kPageSize,
+        "compress_keys: k_cache is {}, expected [pages, heads, {}, head_dim]", first.shape_text(),
+        kPageSize);
+  for (const LayerKeys& layer : p.layers) {
+    CHECK(
+        layer.k_cache.shape_text() == first.shape_text() && layer.k_cache.dtype() == first.dtype(),
+        "compress_keys: k_cache of a layer is {} of {}, expected {} of {} like the first one",
+        layer.k_cache.shape_text(), name_of(layer.k_cache.dtype()), first.shape_text(),
+        name_of(first.dtype()));
+    check_keys(layer.compressed, first, static_cast<int>(first.size(1)),
+               static_cast<int>(first.size(3)), "compress_keys");
+  }
   CHECK(p.tokens.first_token == 0, "compress_keys: first_token is {}, expected 0",
         p.tokens.first_token);
 }

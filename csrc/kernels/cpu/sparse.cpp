@@ -13,36 +13,38 @@ namespace {
 
 // The mean of the keys of `num_tokens` tokens from `first` on, added in order.
 template <typename T>
-void write_mean(const CompressKeysParams& p, int slot, int head, int first, int num_tokens,
-                std::vector<float>& sum, T* out) {
-  const int64_t head_dim = p.k_cache.size(3);
+void write_mean(const Tensor& k_cache, const StepTokens& tokens, int slot, int head, int first,
+                int num_tokens, std::vector<float>& sum, T* out) {
+  const int64_t head_dim = k_cache.size(3);
   sum.assign(head_dim, 0);
   for (int token = first; token < first + num_tokens; ++token) {
-    const T* key = p.k_cache.as<T>() + kv_offset(p.tokens.page_table, p.tokens.max_pages, slot,
-                                                 token, head, static_cast<int>(p.k_cache.size(1)),
-                                                 static_cast<int>(head_dim));
+    const T* key =
+        k_cache.as<T>() + kv_offset(tokens.page_table, tokens.max_pages, slot, token, head,
+                                    static_cast<int>(k_cache.size(1)), static_cast<int>(head_dim));
     for (int64_t i = 0; i < head_dim; ++i) sum[i] += to_float(key[i]);
   }
   for (int64_t i = 0; i < head_dim; ++i) out[i] = from_float<T>(sum[i] / num_tokens);
 }
 
-// The compressed keys of one sequence and head that end among the tokens [begin, end).
+// The compressed keys of one layer, sequence and head that end among the tokens [begin, end).
 template <typename T>
-void compress(const CompressKeysParams& p, int slot, int head, int begin, int end) {
-  const int64_t num_heads = p.k_cache.size(1), head_dim = p.k_cache.size(3);
-  const int* pages = p.tokens.page_table + int64_t{slot} * p.tokens.max_pages;
+void compress(const LayerKeys& layer, const StepTokens& tokens, int slot, int head, int begin,
+              int end) {
+  const int64_t num_heads = layer.k_cache.size(1), head_dim = layer.k_cache.size(3);
+  const int* pages = tokens.page_table + int64_t{slot} * tokens.max_pages;
   thread_local std::vector<float> sum;
+  const auto write = [&](int row, int stride, int num_tokens, T* out) {
+    if (row == 0) return (void)std::fill(out, out + head_dim, from_float<T>(0));
+    write_mean(layer.k_cache, tokens, slot, head, (row - 1) * stride, num_tokens, sum, out);
+  };
   for (int row = begin / kFineStride; row < end / kFineStride; ++row) {
-    const int64_t page = pages[row / kFineRows];
-    T* out =
-        p.keys.fine.as<T>() + ((page * num_heads + head) * kFineRows + row % kFineRows) * head_dim;
-    if (row == 0) std::fill(out, out + head_dim, from_float<T>(0));
-    if (row > 0) write_mean(p, slot, head, (row - 1) * kFineStride, kFineTokens, sum, out);
+    const int64_t plane = pages[row / kFineRows] * num_heads + head;
+    write(row, kFineStride, kFineTokens,
+          layer.compressed.fine.as<T>() + (plane * kFineRows + row % kFineRows) * head_dim);
   }
   for (int row = begin / kPageSize; row < end / kPageSize; ++row) {
-    T* out = p.keys.coarse.as<T>() + (int64_t{pages[row]} * num_heads + head) * head_dim;
-    if (row == 0) std::fill(out, out + head_dim, from_float<T>(0));
-    if (row > 0) write_mean(p, slot, head, (row - 1) * kPageSize, kCoarseTokens, sum, out);
+    const int64_t plane = pages[row] * num_heads + head;
+    write(row, kPageSize, kCoarseTokens, layer.compressed.coarse.as<T>() + plane * head_dim);
   }
 }
 
@@ -141,15 +143,18 @@ void set_best(uint64_t* words, const std::vector<float>& scores, int first, int 
 
 void compress_keys(const Context&, const CompressKeysParams& p) {
   check_compress(p);
-  const int num_heads = static_cast<int>(p.k_cache.size(1));
-  dispatch_host_dtype(p.k_cache.dtype(), [&](auto t) {
+  const int num_layers = static_cast<int>(p.layers.size());
+  const int num_heads = static_cast<int>(p.layers.front().k_cache.size(1));
+  dispatch_host_dtype(p.layers.front().k_cache.dtype(), [&](auto t) {
     using T = decltype(t);
-#pragma omp parallel for collapse(2)
-    for (int seq = 0; seq < p.tokens.num_seqs; ++seq) {
-      for (int head = 0; head < num_heads; ++head) {
-        const int slot = p.tokens.seq_slots[seq];
-        const auto [begin, end] = new_tokens(p.tokens, p.accepted_counts, seq);
-        compress<T>(p, slot, head, begin, end);
+#pragma omp parallel for collapse(3)
+    for (int layer = 0; layer < num_layers; ++layer) {
+      for (int seq = 0; seq < p.tokens.num_seqs; ++seq) {
+        for (int head = 0; head < num_heads; ++head) {
+          const int slot = p.tokens.seq_slots[seq];
+          const auto [begin, end] = new_tokens(p.tokens, p.accepted_counts, seq);
+          compress<T>(p.layers[layer], p.tokens, slot, head, begin, end);
+        }
       }
     }
   });
