@@ -29,7 +29,7 @@ from trainer import TrainConfig, autocast, stop_on_signals, train
 
 from cpmcu.benchmarks.needle_text import DIGITS, FILLER, NAMES, statement
 
-RULE = {"init_blocks": 1, "window_size": 256, "topk": 8, "dense_len": 512}
+RULE = {"init_blocks": 1, "window_size": 256, "topk": 16, "dense_len": 512}
 SPARSE_CONFIG = {
     "kernel_size": 32,
     "kernel_stride": 16,

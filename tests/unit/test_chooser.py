@@ -213,7 +213,9 @@ def test_close_to_the_best_shape_of_a_measured_gpu(
         seconds = engine.outcome.seconds - begin
         shares.append(best * (engine.outcome.tokens - tokens) / num_seqs / seconds)
     # Where drafting gains little, some runs stay with plain steps for long.
-    assert statistics.median(shares) > (0.93 if rate >= 0.5 else 0.85), shares
+    assert statistics.median(shares) > (0.94 if rate >= 0.8 else 0.93 if rate >= 0.5 else 0.85), (
+        shares
+    )
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])

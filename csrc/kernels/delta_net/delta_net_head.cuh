@@ -15,6 +15,7 @@ template <typename T, int kSplit, bool kCommits>
 struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
+  static constexpr int kV = kWidth / 32;                    // channels of v in a lane of a prompt
   static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
   static constexpr bool kSpecial = kCommits && kSplit > 1;  // four more warps prepare tokens
   static constexpr int kProducers = kSpecial ? 4 : kWarps;
@@ -96,6 +97,12 @@ struct Head {
     float rate, bias;                                         // exp(A_log) and dt_bias
     float norm[4];  // of the lane's columns of the outputs
   };
+  // Of a prompt: a lane has other channels of v, for all tokens of its warp.
+  using PromptFilters = float[kV][kConvTaps];
+  __device__ __forceinline__ void load_prompt_filters(PromptFilters& of_v) const {
+    const int before = 2 * args.num_key_heads * kDim + head * kDim + part * kWidth;
+    load_filters(of_v, args.conv, before + lane * kV);
+  }
   __device__ __forceinline__ void load_weights(Weights& w) const {
     const int keys = args.num_key_heads * kDim;
     load_filters(w.q, args.conv, key_head * kDim + lane * 4);
@@ -237,38 +244,40 @@ struct Head {
   // producers.
   template <typename GetRaw>
   __device__ __forceinline__ void prepare_stage(int begin, int count, int row, const Weights& w,
-                                                GetRaw&& raw) const {
+                                                const PromptFilters& of_v, GetRaw&& raw) const {
     const int thread = static_cast<int>(threadIdx.x) - 32 * kFirstProducer;
     if (thread < count) prepare_gates(row + thread, gates_in_step(begin + thread), w);
     for (int i = (warp - kFirstProducer) * kTokens; i < count; i += kProducers * kTokens) {
-      Vec<T, 4> q[kTokens + kWindow], k[kTokens + kWindow], v[kConvTaps];
+      Vec<T, 4> q[kTokens + kWindow], k[kTokens + kWindow];
+      Vec<T, kV> v[kTokens + kWindow];
+      const auto load_token = [&](int t, const Raw<T>& from) {
+        q[t] = load<T, 4>(from.q + lane * 4);
+        k[t] = load<T, 4>(from.k + lane * 4);
+        v[t] = load<T, kV>(from.v + lane * kV);
+      };
       if (begin + i >= kWindow) {
         Raw<T> from = in_step(begin + i - kWindow);
 #pragma unroll
         for (int t = 0; t < kTokens + kWindow; ++t) {
-          q[t] = load<T, 4>(from.q + lane * 4);
-          k[t] = load<T, 4>(from.k + lane * 4);
+          load_token(t, from);
           const int64_t step = i + t + 1 - kWindow < count ? args.layout.qkvz_row : 0;
-          from.q += step, from.k += step;
+          from.q += step, from.k += step, from.v += step;
         }
       } else {
 #pragma unroll
         for (int t = 0; t < kTokens + kWindow; ++t) {
-          const Raw<T> from = raw(begin + min(i + t - kWindow, count - 1));
-          q[t] = load<T, 4>(from.q + lane * 4);
-          k[t] = load<T, 4>(from.k + lane * 4);
+          load_token(t, raw(begin + min(i + t - kWindow, count - 1)));
         }
-      }
-#pragma unroll
-      for (int t = 0; t < kConvTaps; ++t) {
-        v[t] = load<T, 4>(raw(begin + min(i + token() + t - kWindow, count - 1)).v + column());
       }
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
         if (i + t >= count) break;
         prepare_keys(row + i + t, q + t, k + t, w);
+        float value[kV];
+        convolve(value, v[t], v[t + 1], v[t + 2], v[t + 3], of_v);
+#pragma unroll
+        for (int c = 0; c < kV; ++c) shared.v[(row + i + t) * kWidth + lane * kV + c] = value[c];
       }
-      prepare_value(row + i + token(), i + token() < count, v, w);
     }
   }
 

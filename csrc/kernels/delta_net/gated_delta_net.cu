@@ -53,8 +53,10 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   const int producer = cta.warp - Cta::kFirstProducer;
   const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
   const auto rows_of = [&](int stage) { return min(kStage, count - stage * kStage); };
+  typename Cta::PromptFilters of_v;
+  cta.load_prompt_filters(of_v);
   const auto prepare = [&](int stage) {
-    cta.prepare_stage(stage * kStage, rows_of(stage), stage % 2 * kStage, weights, raw);
+    cta.prepare_stage(stage * kStage, rows_of(stage), stage % 2 * kStage, weights, of_v, raw);
   };
   const int stages = (count + kStage - 1) / kStage;
   if (num_accepted > 0) {
@@ -110,19 +112,13 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   const auto recur = [&](int stage) {
     if (stage >= stages) return;
     const int rows = rows_of(stage), begin = stage % 2 * kStage;
-    Operands now = cta.operands(begin);
-    OutputParts before{};  // of the token before; the first one is overwritten
-#pragma unroll 1
+    Operands token = cta.operands(begin);
+#pragma unroll 2
     for (int row = 0; row < rows; ++row) {
-      const Prepared next = cta.prepared(begin + min(row + 1, rows - 1));
-      const Operands token = now;
-      now.load_k(next, cta.lane);
-      __syncwarp();  // the loads stay before the sums, which do not wait for them
-      cta.store_output(stage % 3 * kStage + max(row - 1, 0), before);
-      before = state.step<true>(token, cta.lane);
-      now.load_others(next, cta.lane);
+      const Operands next = cta.operands(begin + min(row + 1, rows - 1));
+      cta.store_output(stage % 3 * kStage + row, state.step<true>(token, cta.lane));
+      token = next;
     }
-    cta.store_output(stage % 3 * kStage + rows - 1, before);
     if (stage == stages - 1) state.store_to(cta.tile(), cta.lane);
   };
   const auto run_stages = [&](auto&& body) {
