@@ -96,7 +96,7 @@ def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     rows = {(row["drafter"], row["prompts"]): row for row in result["rows"]}
     assert len(rows) == len(result["rows"])
     expected = {"none": 0, "n-gram": 5, "MTP 1": 1, "MTP 3": 3, "MTP 3 + n-gram": 5}
-    expected |= dict.fromkeys(("EAGLE-2", "EAGLE-3", "small model"), 3)
+    expected |= dict.fromkeys(("EAGLE-2", "EAGLE-3", "small model"), 3) | {"hierarchical": 5}
     for (name, depth), kind in itertools.product(expected.items(), ("copy", "new")):
         row = rows[name, kind]
         assert row["tokens"] == 8 and row["drafted"] == depth and row["tokens_per_s"] > 0
