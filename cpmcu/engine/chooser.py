@@ -29,8 +29,9 @@ MARGIN = 1.05  # by which a trial must promise to be faster
 REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
 PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
-LOST_STEPS = 3.0  # loss against plain decoding after which most samples are dropped: in plain
-# steps, or times what the drafts of a step cost if that is more
+# Most samples are dropped after this loss against plain decoding, in plain steps. If drafting adds
+# more than a plain step to a step, the loss is counted in what it adds.
+LOST_STEPS = 3.0
 KEPT = 2  # samples that are not dropped then
 NEW_TEXT = 3  # samples that older texts count as
 HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
