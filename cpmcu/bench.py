@@ -45,7 +45,7 @@ from cpmcu.engine_flags import (
 )
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
-from cpmcu.shipped import shipped_model
+from cpmcu.shipped import shipped_model, shipped_needle_model
 
 NEEDLE_LENGTHS = (1024, 2048, 4096)
 
@@ -91,7 +91,7 @@ class BenchOptions:
     needle: bool = option(
         False,
         "instead of speed, check that sparse attention finds in long texts what dense attention "
-        "finds, with a model that was trained for sparse attention (scripts/train/train_needle.py)",
+        "finds, with a model that was trained for sparse attention (default: tiny-needle)",
         brief="check that sparse attention finds what dense attention finds",
     )
     needle_texts: int = option(2, "texts of each length for --needle")
@@ -230,7 +230,7 @@ def _config(options: BenchOptions, flags: Any) -> EngineConfig:
     if not options.needle:
         return without_hits(config, flags)
     if config.model is None:
-        raise ValueError("--needle is given without a model, expected one with a sparse_config")
+        config = dataclasses.replace(config, model=str(shipped_needle_model()))
     if config.apply_sparse is not None:
         raise ValueError("apply_sparse is given with --needle, which compares yes with no")
     return config

@@ -26,6 +26,11 @@ def shipped_model() -> Path:
     return ASSETS / "tiny-python-minicpm"
 
 
+def shipped_needle_model() -> Path:
+    """Directory of the shipped model with sparse attention, for `bench --needle`."""
+    return ASSETS / "tiny-needle"
+
+
 def shipped(name: str) -> Path | None:
     """Directory of the shipped model with this name or path; None if it is not a shipped one."""
     path = Path(name).expanduser()

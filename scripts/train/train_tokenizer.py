@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int = 2048) -> None:
     """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     added = {
         str(index): {
             "content": token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from cpmcu.bench import main
 from cpmcu.benchmarks.needle_text import FILLER, NAMES, make_text, statement
 from tests.reference import sparse as reference
+from tests.reference.engines import extension_or_skip
 from tests.unit.recipe import import_recipe
 
 MODULES = (
@@ -48,8 +50,7 @@ def test_statements_are_at_their_depths() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--needle is given without a model"),
-        (["--model", "x", "--apply-sparse", "no"], "--apply-sparse is given with --needle"),
+        (["--apply-sparse", "no"], "--apply-sparse is given with --needle"),
         (["--model", "x", "--plot", "x.png"], "--plot is given with --needle"),
         (["--needle-texts", "0"], "--needle-texts is 0, but must be at least 1"),
     ],
@@ -59,6 +60,21 @@ def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixtu
         main(["--device", "cpu", "--needle", *flags])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_sparse_attention_finds_what_dense_attention_finds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With 16 blocks the shipped model finds most numbers, with one it finds few."""
+    extension_or_skip()
+    found = {}
+    for blocks in ("16", "1"):
+        flags = ["--contexts", "2048", "--needle-texts", "1", "--sparse-topk-k", blocks, "--json"]
+        assert main(["--device", "cpu", "--needle", *flags]) == 0
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            found[blocks, row["attention"]] = sum(row["found"]) / (row["asked"] * 8)
+    assert found["16", "dense"] == found["1", "dense"] == 1
+    assert found["16", "sparse"] > 0.6 and found["1", "sparse"] < 0.3, found
 
 
 def test_each_word_is_one_token(recipe: SimpleNamespace) -> None:
