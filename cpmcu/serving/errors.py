@@ -199,7 +199,7 @@ def _not_an_object(found: Any, content_type: str) -> str:
     if isinstance(found, bytes):  # FastAPI parses a body only if its type is JSON
         sent = f"{content_type!r:.80}" if content_type else "missing"
         return f"The header Content-Type is {sent}, but must be 'application/json'."
-    kind = "empty" if found is None else _shown(found)
+    kind = "empty or null" if found is None else _shown(found)
     return f"The request body is {kind}, but must be a JSON object."
 
 
