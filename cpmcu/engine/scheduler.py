@@ -12,7 +12,8 @@ all earlier tokens. If a sequence is masked, a decode step with it therefore wai
 step of the sequence is in flight.
 
 If pages run out, the newest sequence is preempted: it releases its pages and is recomputed later.
-Sampling is keyed by (seed, stream, position), so preemption does not change the text.
+Sampling is keyed by (seed, stream, position), so preemption does not change draws. On a CPU it does
+not change the text. On a GPU the last bits of recomputed keys and values may differ.
 """
 
 from __future__ import annotations
