@@ -14,6 +14,7 @@ from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
 WINDOW = 96  # samples that a rate remembers
 FADING = 0.995  # factor on the weight of earlier samples, per step
+HOPE_FADING = 0.985  # the same for hope, since the last sample
 PRIOR = 1.5  # samples that the prior of a rate counts as
 RECOVERED = 2  # drafted steps after plain ones until the draft has seen enough tokens again
 AFTER_PLAIN = 0.25  # weight of the last of them; of the first one, its square
@@ -34,8 +35,8 @@ class _Rate:
             kept = most / self.reached
         self.accepted, self.reached, self.step = self.accepted * kept, self.reached * kept, step
 
-    def mixed(self, prior: float, samples: float, step: int) -> float:
-        kept = FADING ** (step - self.step)
+    def mixed(self, prior: float, samples: float, step: int, fading: float = FADING) -> float:
+        kept = fading ** (step - self.step)
         return (self.accepted * kept + prior * samples) / (self.reached * kept + samples)
 
 
@@ -60,12 +61,12 @@ class EmittedTokens:
     def expected(self, shape: Shape) -> float:
         """Tokens that a step of this shape is expected to emit."""
         pooled = self._pooled.mixed(0.0, 1e-9, self._steps)
-        return _tokens(self._rates(shape, pooled, PRIOR, tries=1))
+        return _tokens(self._rates(shape, pooled, PRIOR, FADING, tries=1))
 
     def hoped(self, shape: Shape) -> float:
         """An optimistic number of tokens of a step: higher for shapes with fewer samples."""
-        pooled = self._pooled.mixed(1.0, HOPE, self._steps)
-        return _tokens(self._rates(shape, pooled, HOPE, tries=2))
+        pooled = self._pooled.mixed(1.0, HOPE, self._steps, HOPE_FADING)
+        return _tokens(self._rates(shape, pooled, HOPE, HOPE_FADING, tries=2))
 
     def forget(self, samples: float, kept: Sequence[tuple[Shape, Sequence[int]]] = ()) -> None:
         """Limits the weight of earlier steps to `samples` samples.
@@ -87,18 +88,20 @@ class EmittedTokens:
                     rate.reached += weight
                     rate.accepted += weight * (level < count - 1)
 
-    def _rates(self, shape: Shape, pooled: float, samples: float, tries: int) -> list[float]:
+    def _rates(
+        self, shape: Shape, pooled: float, samples: float, fading: float, tries: int
+    ) -> list[float]:
         """The rate of each level. `tries`: of a tree that was never tried, at each level."""
         rates = []
         above = pooled
         for level in range(shape[0]):
-            above = self._rate(_CHAIN, level).mixed(above, samples, self._steps)
+            above = self._rate(_CHAIN, level).mixed(above, samples, self._steps, fading)
             rates.append(above)
         if is_chain(shape):
             return rates
         wide = [1 - (1 - rate) ** tries for rate in rates]
         return [
-            self._rate(shape, level).mixed(prior, samples, self._steps)
+            self._rate(shape, level).mixed(prior, samples, self._steps, fading)
             for level, prior in enumerate(wide)
         ]
 
