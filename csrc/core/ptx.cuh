@@ -204,21 +204,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
 __device__ __forceinline__ void copy_engine_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// 16 bytes whose value shows whether they have arrived. Not ordered with other accesses.
-__device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
-               "f"(v[1]), "f"(v[2]), "f"(v[3])
-               : "memory");
-}
-__device__ __forceinline__ uint4 load_relaxed16(const void* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-
 // ---- clusters
 
 // Arrives at the cluster barrier. Call mbarrier_init_fence before it.
@@ -473,6 +458,21 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
   shared = __shfl_sync(0xffffffffu, shared, 0);
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
+}
+
+// 16 bytes whose value shows whether they have arrived. Not ordered with other accesses.
+__device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_relaxed16(const void* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
 }
 
 // 8 bytes as one access: a reader sees all of them or none.

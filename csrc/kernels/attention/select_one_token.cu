@@ -409,11 +409,12 @@ bool select_one_token(const Context& ctx, const SelectBlocksParams& p) {
   const int num_seqs = p.tokens.num_seqs, rows = num_seqs * p.num_kv_heads;
   const int num_tiles = static_cast<int>(selection_words(p.tokens.max_kv)) * 64 / kTile;
   // All CTAs run at the same time, since they wait for each other. With more than half as many CTAs
-  // as SMs, a step got slower: 2.71 ms, not 2.61, at 131072 entries of MiniCPM4-8B.
-  const bool fits = !ctx.is_shared && p.tokens.num_tokens == num_seqs &&
-                    p.tokens.max_seq_tokens == 1 && p.num_heads <= kHeads * p.num_kv_heads &&
-                    num_tiles * rows <= ctx.sm_count / 2 &&
-                    p.memory.num_bytes() >= rows * kSelectMessageBytes;
+  // as SMs, a step got slower: 2.71 ms, not 2.61, at 131072 entries of MiniCPM4-8B. Messages of 16
+  // bytes that arrive as a whole were tested on Hopper only.
+  const bool fits =
+      ctx.code_capability >= 90 && !ctx.is_shared && p.tokens.num_tokens == num_seqs &&
+      p.tokens.max_seq_tokens == 1 && p.num_heads <= kHeads * p.num_kv_heads &&
+      num_tiles * rows <= ctx.sm_count / 2 && p.memory.num_bytes() >= rows * kSelectMessageBytes;
   if (!fits) return false;
   dispatch_half(p.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128>("select_blocks: head_dim", p.head_dim, [&](auto dim) {
