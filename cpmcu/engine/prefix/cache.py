@@ -59,8 +59,8 @@ class Prefix:
     epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
-    # Entries whose page is another sequence's. This sequence does not use them: its own copies of
-    # their pages would be a second load on memory.
+    # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
+    # pages. It does not count as their user, so that they can be evicted.
     elsewhere: set[Entry] = dataclasses.field(default_factory=set)
 
     @property

@@ -26,8 +26,8 @@ constexpr int kTileFine = kTile * kFineRows;    // fine keys of a CTA
 constexpr int kPartTiles = kScorePart / kTile;  // tiles of a part of a normaliser
 constexpr int kMaxTiles = kMaxSparseEntries / kPageSize / kTile;
 
-// What the CTAs of a sequence and KV head send each other. A message has the number of its launch,
-// so nothing is reset.
+// Messages between the CTAs of a sequence and KV head. Each message has the number of its launch.
+// So no launch has to reset them.
 struct SelectMessages {
   uint32_t launches;  // before this one
   uint32_t padding[3];
@@ -186,7 +186,8 @@ __device__ __forceinline__ float normaliser_of(const SelectOneSmem<Config>& smem
   return __fadd_rn(row_max, log2f(sum));
 }
 
-// Receives the scores of the blocks [0, num_tiles * kTile). Those of candidates become `ranked`.
+// Receives the scores of the blocks [0, num_tiles * kTile). Stores the scores of candidates in
+// `ranked`.
 template <typename Config>
 __device__ __forceinline__ void receive_scores(SelectOneSmem<Config>& smem,
                                                const SelectMessages& messages, uint32_t launch,

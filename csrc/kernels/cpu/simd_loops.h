@@ -2,8 +2,8 @@
 // of its own. With CPMCU_SIMD_F16C it has AVX2 and converts float16 in hardware; both ways are
 // exact.
 //
-// Dot products use GNU vectors and tiles of 4 rows of x by 2 rows of w, so each loaded vector
-// serves several sums. Vectors are as wide as a register: g++ keeps wider ones in memory. Other
+// Dot products use GNU vectors. A tile has 4 rows of x and 2 rows of w, so each loaded vector is
+// used in several sums. Vectors are as wide as a register: g++ keeps wider ones in memory. Other
 // loops are plain; g++ vectorises them.
 
 inline float widen(float x) { return x; }

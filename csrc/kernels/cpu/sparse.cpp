@@ -34,8 +34,11 @@ void compress(const LayerKeys& layer, const StepTokens& tokens, int slot, int he
   const int* pages = tokens.page_table + int64_t{slot} * tokens.max_pages;
   thread_local std::vector<float> sum;
   const auto write = [&](int row, int stride, int num_tokens, T* out) {
-    if (row == 0) return (void)std::fill(out, out + head_dim, from_float<T>(0));
-    write_mean(layer.k_cache, tokens, slot, head, (row - 1) * stride, num_tokens, sum, out);
+    if (row == 0) {
+      std::fill(out, out + head_dim, from_float<T>(0));
+    } else {
+      write_mean(layer.k_cache, tokens, slot, head, (row - 1) * stride, num_tokens, sum, out);
+    }
   };
   for (int row = begin / kFineStride; row < end / kFineStride; ++row) {
     const int64_t plane = pages[row / kFineRows] * num_heads + head;

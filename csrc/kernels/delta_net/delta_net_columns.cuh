@@ -67,8 +67,8 @@ __device__ __forceinline__ float xor_sum(float v, int distance) {
   return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, distance));
 }
 
-// What o of a token needs. It is summed over lanes beside the next token, which waits for its own
-// sums.
+// The terms of a token's o before the sum over lanes. In a step, that sum is computed while the
+// next token waits for its own sums.
 struct OutputParts {
   float kept, given;  // b of the lane's column and of the other one
   float decay, d, kq;

@@ -68,7 +68,7 @@ struct Head {
   __device__ __forceinline__ T* window_row(int place) const {
     return shared.window + place * Memory::kWindowWidth;
   }
-  // Places 0 to 2 are the tokens before the step. Those of `fetch` follow.
+  // Places 0 to 2 have the tokens before the step. `fetch` fills the places after them.
   __device__ __forceinline__ Raw<T> in_window(int place) const {
     const T* const row = window_row(place);
     return {row, row + kDim, row + 2 * kDim};
@@ -97,7 +97,7 @@ struct Head {
     float rate, bias;                                         // exp(A_log) and dt_bias
     float norm[4];  // of the lane's columns of the outputs
   };
-  // Of a prompt: a lane has other channels of v, for all tokens of its warp.
+  // Filters of v for a prompt. There a lane has kV channels, the same ones for all tokens.
   using PromptFilters = float[kV][kConvTaps];
   __device__ __forceinline__ void load_prompt_filters(PromptFilters& of_v) const {
     const int before = 2 * args.num_key_heads * kDim + head * kDim + part * kWidth;

@@ -1,4 +1,4 @@
-// Shared by the GEMMs of up to 64 rows of x: eight consumer warps, and rows of x that pass through
+// Shared by the GEMMs of few rows of x: eight consumer warps, and rows of x that pass through
 // a pipeline in shared memory.
 #pragma once
 
