@@ -365,14 +365,19 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// Sets the registers of each thread of the warpgroup; all its warps must execute it. (9.0a)
+// Sets the registers of each thread of the warpgroup; all its warps must execute it. Does nothing
+// if compiled for another target than 9.0a.
 template <int kCount>
 __device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
 }
 template <int kCount>
 __device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
 }
 // Prefetches the 128-byte line of `at` to L2.
 __device__ __forceinline__ void prefetch_l2(const void* at) {

@@ -43,6 +43,18 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
+// The inverse of pack2; exact.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
 // kN elements, loaded and stored with one instruction; kN * sizeof(T) is at most 16 bytes.
 template <typename T, int kN>
 struct alignas(kN * sizeof(T)) Vec {

@@ -5,7 +5,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/delta_net/delta_net_convolve.cuh"
-#include "kernels/delta_net/delta_net_memory.cuh"
+#include "kernels/delta_net/delta_net_exchange.cuh"
 
 namespace cpmcu::cuda::delta_net {
 
@@ -17,8 +17,8 @@ struct Head {
   static constexpr int kWidth = Memory::kWidth;
   static constexpr int kV = kWidth / 32;                    // channels of v in a lane of a prompt
   static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
-  static constexpr bool kSpecial = kCommits && kSplit > 1;  // four more warps prepare tokens
-  static constexpr int kProducers = kSpecial ? 4 : kWarps;
+  static constexpr bool kSpecial = kCommits && kSplit > 1;  // eight more warps prepare tokens
+  static constexpr int kProducers = kSpecial ? 8 : kWarps;
   static constexpr int kFirstProducer = kSpecial ? kWarps : 0;
   static constexpr int kThreads = 32 * (kFirstProducer + kProducers);
   static constexpr int kStage = kSplit > 1 ? 32 : 16;  // tokens of a stage of a prompt
@@ -28,6 +28,7 @@ struct Head {
 
   const DeltaArgs<T>& args;
   Memory& shared;
+  Exchange<Memory> exchange;
   int part, head, key_head, slot;
   int64_t at;  // of the slot's head
   int warp, lane;
@@ -38,7 +39,7 @@ struct Head {
 
   __device__ __forceinline__ Head(const DeltaArgs<T>& args, Memory& shared, int head, int slot,
                                   int first_token)
-      : args(args), shared(shared), part(blockIdx.x % kSplit), head(head), slot(slot) {
+      : args(args), shared(shared), exchange(shared), part(exchange.part), head(head), slot(slot) {
     const int group = args.num_value_heads / args.num_key_heads;
     key_head = head / group;
     const int in_group = head - key_head * group;
@@ -93,57 +94,71 @@ struct Head {
   // ---- weights
 
   struct Weights {
-    float q[4][kConvTaps], k[4][kConvTaps], v[4][kConvTaps];  // of the convolution
-    float rate, bias;                                         // exp(A_log) and dt_bias
-    float norm[4];  // of the lane's columns of the outputs
+    float q[4][kConvTaps], k[4][kConvTaps];  // of the convolution
+    float rate, bias;                        // exp(A_log) and dt_bias
+    float norm[4];                           // of the lane's columns of the outputs
   };
-  // Filters of v for a prompt. There a lane has kV channels, the same ones for all tokens.
-  using PromptFilters = float[kV][kConvTaps];
-  __device__ __forceinline__ void load_prompt_filters(PromptFilters& of_v) const {
-    const int before = 2 * args.num_key_heads * kDim + head * kDim + part * kWidth;
-    load_filters(of_v, args.conv, before + lane * kV);
-  }
   __device__ __forceinline__ void load_weights(Weights& w) const {
     const int keys = args.num_key_heads * kDim;
     load_filters(w.q, args.conv, key_head * kDim + lane * 4);
     load_filters(w.k, args.conv, keys + key_head * kDim + lane * 4);
-    load_filters(w.v, args.conv, 2 * keys + head * kDim + part * kWidth + column());
     w.rate = expf(args.a_log[head]);
     w.bias = args.dt_bias[head];
     const auto norm = load<T, 4>(args.norm + part * kWidth + column());
 #pragma unroll
     for (int i = 0; i < 4; ++i) w.norm[i] = to_float(norm[i]);
   }
+  // Filters of v. For the tokens of a prompt a lane has kV channels, the same ones for all tokens.
+  using Filters = float[4][kConvTaps];
+  using PromptFilters = float[kV][kConvTaps];
+  template <int kN>
+  __device__ __forceinline__ void load_value_filters(float (&of_v)[kN][kConvTaps]) const {
+    const int before = 2 * args.num_key_heads * kDim + head * kDim + part * kWidth;
+    load_filters(of_v, args.conv, before + (kN == 4 ? column() : lane * kV));
+  }
 
   // ---- a token: convolution, norms and gates -> row `row` of shared memory
 
-  // q and k; `x_q`, `x_k`: of the three tokens before and of the token itself.
-  __device__ __forceinline__ void prepare_keys(int row, const Vec<T, 4>* x_q, const Vec<T, 4>* x_k,
-                                               const Weights& w) const {
-    float q[4], k[4], sums[3] = {};
-    convolve(q, x_q[0], x_q[1], x_q[2], x_q[3], w.q);
-    convolve(k, x_k[0], x_k[1], x_k[2], x_k[3], w.k);
+  // q and k of kN tokens, of which `count` exist. `x_q`, `x_k`: of the three tokens before them and
+  // of the tokens. The work on one token does not wait for another.
+  template <int kN>
+  __device__ __forceinline__ void prepare_keys(int row, int count, const Vec<T, 4>* x_q,
+                                               const Vec<T, 4>* x_k, const Weights& w) const {
+    float q[kN][4], k[kN][4], sums[3 * kN] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[0] = __fmaf_rn(q[i], q[i], sums[0]);
-      sums[1] = __fmaf_rn(k[i], k[i], sums[1]);
-      sums[2] = __fmaf_rn(q[i], k[i], sums[2]);
+    for (int t = 0; t < kN; ++t) {
+      convolve(q[t], x_q + t, w.q);
+      convolve(k[t], x_k + t, w.k);
+      float* const sum = sums + 3 * t;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[0] = __fmaf_rn(q[t][i], q[t][i], sum[0]);
+        sum[1] = __fmaf_rn(k[t][i], k[t][i], sum[1]);
+        sum[2] = __fmaf_rn(q[t][i], k[t][i], sum[2]);
+      }
     }
     sum_lanes<32>(sums);
-    const float of_q = __fmul_rn(0.08838834764831845f, rsqrtf(__fadd_rn(sums[0], 1e-6f)));
-    const float of_k = rsqrtf(__fadd_rn(sums[1], 1e-6f));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) q[i] = __fmul_rn(q[i], of_q), k[i] = __fmul_rn(k[i], of_k);
-    float* const to = shared.keys + row * 2 * kKeyFloats;
-    store_key(to, q, lane);
-    store_key(to + kKeyFloats, k, lane);
-    if (lane == 0) to[kProductAt] = __fmul_rn(sums[2], __fmul_rn(of_q, of_k));
+    for (int t = 0; t < kN; ++t) {
+      const float* const sum = sums + 3 * t;
+      const float of_q = __fmul_rn(0.08838834764831845f, rsqrtf(__fadd_rn(sum[0], 1e-6f)));
+      const float of_k = rsqrtf(__fadd_rn(sum[1], 1e-6f));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        q[t][i] = __fmul_rn(q[t][i], of_q), k[t][i] = __fmul_rn(k[t][i], of_k);
+      }
+      if (t >= count) continue;
+      float* const to = shared.keys + (row + t) * 2 * kKeyFloats;
+      store_key(to, q[t], lane);
+      store_key(to + kKeyFloats, k[t], lane);
+      if (lane == 0) to[kProductAt] = __fmul_rn(sum[2], __fmul_rn(of_q, of_k));
+    }
   }
   // `row`: of the lane's token, which is stored if it `exists`.
   __device__ __forceinline__ void prepare_value(int row, bool exists, const Vec<T, 4>* x,
-                                                const Weights& w) const {
+                                                const Filters& of_v) const {
     float v[4];
-    convolve(v, x[0], x[1], x[2], x[3], w.v);
+    convolve(v, x, of_v);
     if (!exists) return;
     *reinterpret_cast<float4*>(shared.v + row * kWidth + column()) =
         make_float4(v[0], v[1], v[2], v[3]);
@@ -189,7 +204,7 @@ struct Head {
 
   // Prepares `count` tokens, by all warps. Stores the step's raw tokens as pending ones. The CTAs
   // of a head share the work on q and k of a step with more tokens than warps.
-  __device__ __forceinline__ void prepare(int count, const Weights& w,
+  __device__ __forceinline__ void prepare(int count, const Weights& w, const Filters& of_v,
                                           const Source<T>& from) const {
     fetch(count, from);
     const int last = kThreads - 1 - static_cast<int>(threadIdx.x);
@@ -202,7 +217,7 @@ struct Head {
     const bool shares = !kCommits && kSplit > 1 && from.is_step && count > kWarps;
     const int stride = shares ? kSplit : 1, begin = shares ? part : 0;
     const int keys = (count - begin + stride - 1) / stride;
-    if (shares && threadIdx.x == 0) expect_keys(count - keys);
+    if (shares && threadIdx.x == 0) exchange.expect_keys(count - keys);
     ptx::cp_async_wait<0>();
     __syncthreads();
 #pragma unroll 1
@@ -220,8 +235,8 @@ struct Head {
           q[t] = load<T, 4>(rows[t] + lane * 4);
           k[t] = load<T, 4>(rows[t] + kDim + lane * 4);
         }
-        prepare_keys(i, q, k, w);
-        if (shares) send_keys(i);
+        prepare_keys<1>(i, 1, q, k, w);
+        if (shares) exchange.send_keys(this->keys(i));
         if (from.is_step && (shares || part == 0)) {
           store(pending(i) + lane * 4, q[3]);
           store(pending(i) + kDim + lane * 4, k[3]);
@@ -230,14 +245,14 @@ struct Head {
         Vec<T, 4> v[kConvTaps];
 #pragma unroll
         for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, 4>(rows[t] + 2 * kDim + column());
-        prepare_value(i, first < count, v, w);
+        prepare_value(i, first < count, v, of_v);
         if (from.is_step && first < count) {
           store(pending(i) + 2 * kDim + part * kWidth + column(), v[3]);
         }
       }
     }
     __syncthreads();
-    if (shares) ptx::mbarrier_wait(barrier(kExchangeOfKeys), 0);
+    if (shares) exchange.wait(kExchangeOfKeys, 0);
   }
 
   // Prepares tokens begin .. begin + count - 1 of a prompt in rows row, row + 1, …, by the
@@ -269,12 +284,12 @@ struct Head {
           load_token(t, raw(begin + min(i + t - kWindow, count - 1)));
         }
       }
+      prepare_keys<kTokens>(row + i, count - i, q, k, w);
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
-        if (i + t >= count) break;
-        prepare_keys(row + i + t, q + t, k + t, w);
         float value[kV];
-        convolve(value, v[t], v[t + 1], v[t + 2], v[t + 3], of_v);
+        convolve(value, v + t, of_v);
+        if (i + t >= count) continue;
 #pragma unroll
         for (int c = 0; c < kV; ++c) shared.v[(row + i + t) * kWidth + lane * kV + c] = value[c];
       }
@@ -373,94 +388,24 @@ struct Head {
   __device__ __forceinline__ const float* outputs(int row) const {
     return shared.o + row * kWidth + column();
   }
-  // ---- what the CTAs of the head send each other: q and k of a step, sums of squares
-
-  __device__ __forceinline__ uint32_t barrier(int exchange) const {
-    return ptx::shared_address(shared.barriers + exchange);
-  }
-  __device__ __forceinline__ void init_barriers() const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (kSplit > 1) {
-      if (threadIdx.x != 0) return;
-      for (int i = 0; i < kExchanges; ++i) ptx::mbarrier_init(barrier(i), 1);
-      ptx::mbarrier_init_fence();
-    }
-#endif
-  }
-  // All CTAs of the head have initialised their barriers and have read what they share: the window
-  // and the pending tokens in global memory. NOTE: it does not publish writes.
-  static __device__ __forceinline__ void meet() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (kSplit > 1) {
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    }
-#endif
-  }
-  // One thread says how many tokens the exchange has, a multiple of 4.
-  __device__ __forceinline__ void expect_squares(int exchange, int tokens) const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (kSplit > 1) {
-      ptx::mbarrier_expect_bytes(barrier(exchange), kSplit * tokens * sizeof(float));
-    }
-#endif
-  }
-  // One thread says how many tokens have q and k from other CTAs.
-  __device__ __forceinline__ void expect_keys(int tokens) const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    ptx::mbarrier_expect_bytes(barrier(kExchangeOfKeys), tokens * 2 * kKeyFloats * sizeof(float));
-#endif
-  }
-  // Sends q and k of a token, which the warp has prepared, to the other CTAs.
-  __device__ __forceinline__ void send_keys(int row) const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    __syncwarp();
-#pragma unroll
-    for (int begin = 0; begin < 2 * kKeyFloats; begin += 4 * 32) {
-      const float* const from = keys(row) + begin + 4 * lane;
-      if (begin + 4 * lane >= 2 * kKeyFloats) break;
-      const float4 x = *reinterpret_cast<const float4*>(from);
-#pragma unroll
-      for (int i = 1; i < kSplit; ++i) {
-        const int to = (part + i) % kSplit;
-        ptx::store_cluster16(ptx::cluster_address(ptx::shared_address(from), to),
-                             {x.x, x.y, x.z, x.w},
-                             ptx::cluster_address(barrier(kExchangeOfKeys), to));
-      }
-    }
-#endif
-  }
   // Sends the CTA's sums of squares of the warp's tokens to each CTA of the head. All lanes call
   // it. `row`: of the lane's token; `is_row`: o is there. `place`: of the warp's first token.
-  __device__ __forceinline__ void send_squares(int exchange, int row, bool is_row,
-                                               int place) const {
+  __device__ __forceinline__ void send_squares(int round, int row, bool is_row, int place) const {
     float sum[1] = {};
     if (is_row) {
       const float4 o = *reinterpret_cast<const float4*>(outputs(row));
       sum[0] = __fmaf_rn(o.w, o.w, __fmaf_rn(o.z, o.z, __fmaf_rn(o.y, o.y, __fmul_rn(o.x, o.x))));
     }
-    sum_lanes<kTokenLanes>(sum);
-    float* const to = shared.squares + part * args.capacity.squares + place;
+    sum_lanes<kDim / 4 / Memory::kParts>(sum);
     if constexpr (kSplit > 1) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-      static_assert(kTokens == 4, "a warp sends 16 bytes");
-      float sums[kTokens];
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        sums[i] = __shfl_sync(0xffffffffu, sum[0], i * kTokenLanes);
-      }
-      if (lane < kSplit) {
-        ptx::store_cluster16(ptx::cluster_address(ptx::shared_address(to), lane), sums,
-                             ptx::cluster_address(barrier(exchange), lane));
-      }
-#endif
+      exchange.send_squares(round, sum[0], place);
     } else {
-      if (is_row && lane == 0) *to = sum[0];
+      if (is_row && lane == 0) *exchange.squares(0, place) = sum[0];
     }
   }
-  __device__ __forceinline__ void wait_for_squares(int exchange, int parity) const {
+  __device__ __forceinline__ void wait_for_squares(int round, int parity) const {
     if constexpr (kSplit > 1) {
-      ptx::mbarrier_wait(barrier(exchange), parity);
+      exchange.wait(round, parity);
     } else if constexpr (!kCommits) {
       __syncthreads();
     }
@@ -476,9 +421,7 @@ struct Head {
                                                const Weights& w) const {
     float sum = 0;
 #pragma unroll
-    for (int p = 0; p < kSplit; ++p) {
-      sum = __fadd_rn(sum, shared.squares[p * args.capacity.squares + place]);
-    }
+    for (int p = 0; p < Memory::kParts; ++p) sum = __fadd_rn(sum, *exchange.squares(p, place));
     const float scale = rsqrtf(__fmaf_rn(sum, 1.0f / kDim, args.eps));
     const float4 v = *reinterpret_cast<const float4*>(outputs(row));
     const float o[4] = {v.x, v.y, v.z, v.w};

@@ -74,10 +74,13 @@ struct Source {
 };
 
 // The share of a head that a CTA computes, and its shared memory.
-template <typename T, int kSplit>
+template <typename T, int kCtas>
 struct Shared {
+  static constexpr int kSplit = kCtas;
   static constexpr int kWidth = kDim / kSplit;            // columns of v
   static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
+  // Sums of squares of a token's o, each of 32 columns on Hopper, so that prompts and steps agree.
+  static constexpr int kParts = kSplit > 1 ? 4 : 1;
 
   TreePlan* tree;
   uint64_t* barriers;  // [kExchanges]: what all CTAs of the head send is there
@@ -85,11 +88,13 @@ struct Shared {
   float* v;            // [rows, kWidth]
   float* o;            // [outputs, kWidth]
   float* copies;       // [copies, warps, kTileFloats]
-  float* squares;      // [kSplit, squares] sums of squares of o from each CTA of the head
+  float* squares;      // [kSplit, squares, kParts / kSplit] sums of squares of o from each CTA
   T* window;           // [3 + raws, kWindowWidth] raw tokens before the step, and those after them
   float2* gates;       // [rows] decay, beta
+  int num_squares;     // of the capacity
 
-  __device__ __forceinline__ Shared(char* memory, const Capacity& capacity) {
+  __device__ __forceinline__ Shared(char* memory, const Capacity& capacity)
+      : num_squares(capacity.squares) {
     const auto take = [&](int bytes) {
       char* const at = memory;
       memory += bytes;
@@ -102,14 +107,14 @@ struct Shared {
     v = floats(capacity.rows * kWidth);
     o = floats(capacity.outputs * kWidth);
     copies = floats(capacity.copies * kDim * kWidth);
-    squares = floats(kSplit * capacity.squares);
+    squares = floats(kParts * capacity.squares);
     window = reinterpret_cast<T*>(take((kWindow + capacity.raws) * kWindowWidth * sizeof(T)));
     gates = reinterpret_cast<float2*>(memory);
   }
   static int64_t num_bytes(const Capacity& capacity) {
     const int64_t floats = capacity.rows * (2 + 2 * kKeyFloats + kWidth) +
                            capacity.outputs * kWidth + capacity.copies * kDim * kWidth +
-                           kSplit * capacity.squares;
+                           kParts * capacity.squares;
     return sizeof(TreePlan) + kExchanges * sizeof(uint64_t) + floats * sizeof(float) +
            (kWindow + capacity.raws) * kWindowWidth * sizeof(T);
   }

@@ -3,12 +3,12 @@
 //
 // Roofline: S is read and written once a step, 128 KiB for each value head. 32 heads take 2.6 us at
 // 3.2 TB/s. A prompt is bound by the instructions of the recurrence. Each element of S takes four
-// floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. The kernel issues
-// 195 instructions of the recurrence and 65 of the preparation for each scheduler and token: about
-// 0.15 us.
+// floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. For a token of up to
+// 66 heads, each scheduler issues 370 instructions of the recurrence and 90 of the preparation: about
+// 0.25 us.
 //
-// Schedule: a value head of a sequence is a cluster of four CTAs on Hopper, else one CTA. A warp
-// owns 8 columns of S in its registers (delta_net_columns.cuh).
+// Schedule: a value head of a sequence is a cluster of CTAs on Hopper, four for a step and two for
+// a prompt, else one CTA. A warp owns 8 columns of S in its registers (delta_net_columns.cuh).
 //
 // Decode step:
 //   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
@@ -18,7 +18,7 @@
 //   3. Recurrence: each warp by itself, without a barrier, depth first (delta_net_tree.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
 //
-// Prompt: a pipeline of stages of 32 tokens. While four warps run the recurrence of stage s, four
+// Prompt: a pipeline of stages of 32 tokens. While eight warps run the recurrence of stage s, eight
 // more send the squares of stage s - 1, prepare stage s + 1, and write the outputs of stage s - 2.
 // Without clusters a stage has 16 tokens, and all 16 warps do both in turn.
 //
@@ -43,9 +43,9 @@ using namespace delta_net;
 // ---- kernel
 
 // All tokens are added to S. `count`: tokens of the sequence.
-template <typename Cta, typename Weights>
-__device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const Weights& weights,
-                                           int count, int num_accepted) {
+template <typename Cta>
+__device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, int count,
+                                           int num_accepted) {
   constexpr int kStage = Cta::kStage, kTokens = Cta::kTokens;
   constexpr int kStride = Cta::kProducers * kTokens;  // tokens whose outputs are written at once
   constexpr int kPasses = kStage / kStride;
@@ -53,15 +53,22 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   const int producer = cta.warp - Cta::kFirstProducer;
   const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
   const auto rows_of = [&](int stage) { return min(kStage, count - stage * kStage); };
+  typename Cta::Weights weights;
   typename Cta::PromptFilters of_v;
-  cta.load_prompt_filters(of_v);
+  const auto load_weights = [&] {
+    cta.load_weights(weights);
+    cta.load_value_filters(of_v);
+  };
   const auto prepare = [&](int stage) {
     cta.prepare_stage(stage * kStage, rows_of(stage), stage % 2 * kStage, weights, of_v, raw);
   };
   const int stages = (count + kStage - 1) / kStage;
   if (num_accepted > 0) {
-    const auto source = cta.source(false);
-    cta.prepare(num_accepted, weights, source);
+    typename Cta::Weights of_accepted;
+    typename Cta::Filters values_of_accepted;
+    cta.load_weights(of_accepted);
+    cta.load_value_filters(values_of_accepted);
+    cta.prepare(num_accepted, of_accepted, values_of_accepted, cta.source(false));
     if (cta.warp < Cta::kWarps) {
       for (int i = 0; i < num_accepted; ++i) cta.update(state, i);
     }
@@ -70,7 +77,7 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
         Cta::kThreads);
     __syncthreads();
   }
-  Cta::meet();
+  cta.exchange.meet();
   ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   const auto produce = [&](int stage) {
     const int ended = stage - 2, summed = stage - 1;
@@ -82,13 +89,13 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
       if (ended >= 0 && at < rows_of(ended)) z[pass] = cta.load_z(ended * kStage + at);
     }
     if (summed >= 0 && summed < stages) {
-      const int exchange = summed % kExchanges;
-      if (producer == 0 && cta.lane == 0) cta.expect_squares(exchange, kStage);
+      const int round = summed % kExchanges;
+      if (producer == 0 && cta.lane == 0) cta.exchange.expect_squares(round, kStage);
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const int at = row + pass * kStride;
-        cta.send_squares(exchange, summed % 3 * kStage + at, at < rows_of(summed),
-                         exchange * kStage + producer * kTokens + pass * kStride);
+        cta.send_squares(round, summed % 3 * kStage + at, at < rows_of(summed),
+                         round * kStage + producer * kTokens + pass * kStride);
       }
     }
     if (stage + 1 < stages) prepare(stage + 1);
@@ -98,14 +105,14 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
       cta.store_window(thread, 32 * Cta::kProducers);
     }
     if (ended < 0) return;
-    const int exchange = ended % kExchanges;
-    cta.wait_for_squares(exchange, ended / kExchanges % 2);
+    const int round = ended % kExchanges;
+    cta.wait_for_squares(round, ended / kExchanges % 2);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int at = row + pass * kStride;
       if (at < rows_of(ended)) {
-        cta.write_output(ended * kStage + at, ended % 3 * kStage + at, exchange * kStage + at,
-                         z[pass], weights);
+        cta.write_output(ended * kStage + at, ended % 3 * kStage + at, round * kStage + at, z[pass],
+                         weights);
       }
     }
   };
@@ -127,17 +134,22 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
       body(stage);
     }
   };
-  // The loops of both kinds of warps are separate, so that they do not share registers.
+  // The loops of both kinds of warps are separate, so that they do not share registers. A thread
+  // has 128 at first.
   if (!Cta::kSpecial) {
+    load_weights();
     prepare(0);
     run_stages([&](int stage) {
       produce(stage);
       recur(stage);
     });
   } else if (cta.warp >= Cta::kWarps) {
+    ptx::give_registers<112>();
+    load_weights();
     prepare(0);
     run_stages(produce);
   } else {
+    ptx::take_registers<144>();
     run_stages(recur);
   }
 }
@@ -145,9 +157,11 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
 // Adds the accepted tokens to S and stores it. Then computes the nodes of a decode step; their raw
 // tokens become the pending ones. Both passes run the same code: the second finds it in the
 // instruction cache. The first pass is without outputs.
-template <typename Cta, typename Weights>
-__device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const Weights& weights,
-                                         int count, int num_accepted) {
+template <typename Cta>
+__device__ __forceinline__ void run_step(const Cta& cta, Columns& state,
+                                         const typename Cta::Weights& weights,
+                                         const typename Cta::Filters& of_v, int count,
+                                         int num_accepted) {
   constexpr int kStride = Cta::kWarps * Cta::kTokens;
   const int first = cta.warp * Cta::kTokens, mine = first + cta.token();
   TreePlan& tree = *cta.shared.tree;
@@ -160,13 +174,13 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const W
     const bool is_step = pass != 0;
     const int rows = is_step ? count : num_accepted;
     if (is_step) {
-      Cta::meet();
+      cta.exchange.meet();
       if (num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
       ptx::pdl_wait();  // all reads before are of data that earlier passes wrote
       z = cta.load_z(min(mine, count - 1));
     }
     const auto source = cta.source(is_step);
-    cta.prepare(rows, weights, source);
+    cta.prepare(rows, weights, of_v, source);
     const auto visit_of = [&](int i) {
       return is_step && is_tree
                  ? tree.visits[i]
@@ -208,7 +222,7 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const W
       __syncthreads();
     }
   }
-  if (threadIdx.x == 0) cta.expect_squares(0, (count + 3) / 4 * 4);
+  if (threadIdx.x == 0) cta.exchange.expect_squares(0, (count + 3) / 4 * 4);
   __syncthreads();
 #pragma unroll 1
   for (int row = first; row < count; row += kStride) {
@@ -225,7 +239,7 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const W
 
 // Grid: sequences * Hv * kSplit; the CTAs of a head are a cluster. kCommits: a prefill.
 template <typename T, int kSplit, bool kCommits>
-__global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 1 ? 2 : 1)
+__global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit == 4 ? 2 : 1)
     gated_delta_net_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ __align__(16) char memory[];
   using Cta = Head<T, kSplit, kCommits>;
@@ -239,11 +253,12 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
   if (count == 0) return;
   const int length = tokens.slot_lengths[slot];
   const Cta cta(args, shared, head, slot, first);
-  cta.init_barriers();
+  cta.exchange.init_barriers();
   Columns state;
   if (cta.warp < Cta::kWarps) state.load_from(cta.tile(), cta.lane);
   typename Cta::Weights weights;
-  cta.load_weights(weights);
+  typename Cta::Filters of_v;
+  if (!kCommits) cta.load_weights(weights), cta.load_value_filters(of_v);
   cta.load_window();
   const bool is_tree = !kCommits && tokens.token_parents != nullptr;
   if (!kCommits && threadIdx.x < count) {
@@ -255,9 +270,9 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
   __syncthreads();
   if (is_tree) shared.tree->order(count, args.capacity.copies);
   if constexpr (kCommits) {
-    run_prompt(cta, state, weights, count, num_accepted);
+    run_prompt(cta, state, count, num_accepted);
   } else {
-    run_step(cta, state, weights, count, num_accepted);
+    run_step(cta, state, weights, of_v, count, num_accepted);
   }
   if (cta.part == 0 && threadIdx.x == 0) args.folded[cta.at] = kCommits ? length + count : length;
 }
@@ -334,7 +349,7 @@ void gated_delta_net(const Context& ctx, const GatedDeltaNetParams& p) {
     using T = decltype(t);
     const bool clusters = ctx.code_capability >= 90;
     if (p.commits) {
-      clusters ? run<T, 4, true>(ctx, p) : run<T, 1, true>(ctx, p);
+      clusters ? run<T, 2, true>(ctx, p) : run<T, 1, true>(ctx, p);
     } else {
       clusters ? run<T, 4, false>(ctx, p) : run<T, 1, false>(ctx, p);
     }
