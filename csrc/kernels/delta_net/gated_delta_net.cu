@@ -4,8 +4,8 @@
 // Roofline: S is read and written once a step, 128 KiB for each value head. 32 heads take 2.6 us at
 // 3.2 TB/s. A prompt is bound by the instructions of the recurrence. Each element of S takes four
 // floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. For a token of up to
-// 66 heads, each scheduler issues 370 instructions of the recurrence and 90 of the preparation: about
-// 0.25 us.
+// 66 heads, each scheduler issues 370 instructions of the recurrence and 90 of the preparation:
+// about 0.25 us.
 //
 // Schedule: a value head of a sequence is a cluster of CTAs on Hopper, four for a step and two for
 // a prompt, else one CTA. A warp owns 8 columns of S in its registers (delta_net_columns.cuh).
