@@ -58,13 +58,14 @@ struct ScoreArgs {
   const T* fine;    // [pages, Hkv, 4, D]
   const T* coarse;  // [pages, Hkv, 1, D]
   float scale_log2;
-  int group;          // query heads of a KV head
-  int qkv_row;        // elements from one row of qkv to the next
-  int q_head;         // elements from one query head to the next
-  bool keys_are_old;  // SelectBlocksParams
-  int first, end;     // tokens of this launch
-  int num_groups;     // groups of tokens of a sequence
-  int group_tokens;   // at most kMaxItems / head tiles
+  int group;           // query heads of a KV head
+  int qkv_row;         // elements from one row of qkv to the next
+  int q_head;          // elements from one query head to the next
+  bool keys_are_old;   // SelectBlocksParams
+  int first, end;      // tokens of this launch
+  int num_groups;      // groups of tokens of a sequence
+  int group_tokens;    // at most kMaxItems / head tiles
+  bool is_normalised;  // normalise_kernel has run
   SparseRule rule;
   BlockScores out;
   StepTokens tokens;
@@ -76,7 +77,7 @@ struct ScoreConfig {
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kKeys = kWarps * kWarpKeys;  // of a CTA
-  static constexpr int kMaxItems = 32;              // (token, 16 heads) of a CTA
+  static constexpr int kMaxItems = kDim / 2;        // (token, 16 heads) of a CTA
   static constexpr int kStages = 2, kStageItems = 4;
   static constexpr int kCtasPerSm = 3;
   static_assert(kKeys == kScorePart, "a part is the keys of a CTA");
@@ -185,6 +186,19 @@ __device__ __forceinline__ float normaliser_of(const ScoreArgs<T>& args, int64_t
     row_max = larger;
   }
   return __fadd_rn(row_max, log2f(sum));
+}
+
+// Stores each normaliser as m of its first part. One thread: one head of a token and KV head.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    normalise_kernel(const __grid_constant__ ScoreArgs<T> args, int num_kv_heads) {
+  ptx::pdl_launch();
+  const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int row = index / args.out.num_heads, head = index % args.out.num_heads;
+  ptx::pdl_wait();
+  if (row >= (args.end - args.first) * num_kv_heads) return;
+  const int position = args.tokens.positions[args.first + row / num_kv_heads];
+  args.out.parts_of(row)[head].x = normaliser_of(args, row, position, head);
 }
 
 // Sums eight columns over the query heads of a warp: f[n][c] is head lane / 4 of key
@@ -299,7 +313,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     for (int i = static_cast<int>(threadIdx.x); i < num_items * kHeads; i += Config::kThreads) {
       const int item = i / kHeads, head = item % num_head_tiles * kHeads + i % kHeads;
       smem.normalisers[item][i % kHeads] =
-          normaliser_of(args, row_of(item), position_of(item), head);
+          args.is_normalised ? args.out.parts_of(row_of(item))[head].x
+                             : normaliser_of(args, row_of(item), position_of(item), head);
     }
   }
   ptx::cp_async_wait<1>();

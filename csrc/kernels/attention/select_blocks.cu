@@ -6,11 +6,12 @@
 // 10 * D bytes for a block and KV head. Example: MiniCPM4-8B at 128K tokens, 5.2 MB, 1.7 us. Many
 // tokens: tensor cores, 160 * D operations for a token, query head and block.
 //
-// Schedule: three kernels. The next one starts while the previous one runs. A plain decode step
-// takes one kernel (select_one_token.cu).
+// Schedule: three kernels, and one more for many tokens. The next one starts while the previous one
+// runs. A plain decode step takes one kernel (select_one_token.cu).
 //   1. score_keys_kernel over coarse keys: parts of m and Z (block_scores.cuh)
-//   2. score_keys_kernel over fine keys: scores of blocks
-//   3. choose_blocks_kernel: a CTA has one token and KV head and keeps the scores in registers. It
+//   2. many tokens: normalise_kernel sums the parts once; else each CTA of the next kernel does
+//   3. score_keys_kernel over fine keys: scores of blocks
+//   4. choose_blocks_kernel: a CTA has one token and KV head and keeps the scores in registers. It
 //      finds the count-th largest two bits at a time, by counting.
 //
 // Surprising: m and Z stand for a head only as m + log2 Z, so f is a sum of powers of two without a
@@ -23,6 +24,7 @@
 namespace cpmcu::cuda {
 namespace {
 
+constexpr int kManyTokens = 128;  // of a launch: normalisers get a launch of their own
 constexpr int kChooseWarps = 16, kChooseThreads = kChooseWarps * 32;
 
 struct ChooseArgs {
@@ -158,18 +160,28 @@ void launch_scores(const Context& ctx, const SelectBlocksParams& p, ScoreArgs<T>
   CHECK(num_head_tiles <= Config::kMaxItems,
         "select_blocks: {} query heads of a KV head, expected at most {}", args.group,
         Config::kMaxItems * kHeads);
-  // As many CTAs as run at a time, if there are enough tokens. A second wave would repeat the loads
-  // of keys and normalisers.
+  // As few whole waves of CTAs as the tokens need. Each group of tokens repeats the loads of keys.
   const int tokens = std::min(p.tokens.max_seq_tokens, args.end - args.first);
-  const int wanted =
-      Config::kCtasPerSm * ctx.sm_count / (num_tiles * p.num_kv_heads * p.tokens.num_seqs);
-  const int split = (tokens + std::clamp(wanted, 1, tokens) - 1) / std::clamp(wanted, 1, tokens);
-  args.group_tokens = std::min(split, Config::kMaxItems / num_head_tiles);
+  const int most = Config::kMaxItems / num_head_tiles;              // tokens of a group
+  const int ctas = num_tiles * p.num_kv_heads * p.tokens.num_seqs;  // of a group
+  const int wave = Config::kCtasPerSm * ctx.sm_count;
+  const int fewest = (tokens + most - 1) / most;
+  const int waves = (fewest * ctas + wave - 1) / wave;
+  const int groups = std::clamp(waves * wave / ctas, fewest, tokens);
+  args.group_tokens = (tokens + groups - 1) / groups;
   args.num_groups = (tokens + args.group_tokens - 1) / args.group_tokens;
   const auto kernel = score_keys_kernel<Config, kIsFine>;
   allow_shared_bytes(kernel, sizeof(Smem));
   launch(ctx, kernel, dim3(num_tiles, p.num_kv_heads, p.tokens.num_seqs * args.num_groups),
          Config::kThreads, sizeof(Smem), args);
+}
+
+template <typename T>
+void launch_normalisers(const Context& ctx, const SelectBlocksParams& p, const ScoreArgs<T>& args) {
+  constexpr int kThreads = 256;
+  const int count = (args.end - args.first) * p.num_kv_heads * args.out.num_heads;
+  launch(ctx, normalise_kernel<T>, dim3((count + kThreads - 1) / kThreads), kThreads, 0, args,
+         p.num_kv_heads);
 }
 
 void launch_choice(const Context& ctx, const SelectBlocksParams& p, const ChooseArgs& args,
@@ -206,6 +218,7 @@ void launch_select(const Context& ctx, const SelectBlocksParams& p) {
                     .end = 0,
                     .num_groups = 1,
                     .group_tokens = 1,
+                    .is_normalised = num_tokens >= kManyTokens,
                     .rule = p.rule,
                     .out = scores,
                     .tokens = p.tokens};
@@ -219,6 +232,7 @@ void launch_select(const Context& ctx, const SelectBlocksParams& p) {
     args.first = choice.first = first;
     args.end = std::min(first + most, num_tokens);
     launch_scores<T, kDim, false>(ctx, p, args);
+    if (args.is_normalised) launch_normalisers(ctx, p, args);
     launch_scores<T, kDim, true>(ctx, p, args);
     launch_choice(ctx, p, choice, args.end - first);
   }

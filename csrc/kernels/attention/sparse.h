@@ -86,8 +86,8 @@ constexpr int64_t selection_words(int max_kv) {
 }
 
 // The scratch of select_blocks on CUDA, for each token and KV head.
-constexpr int kScorePart = 128;        // coarse keys of a part of a normaliser
-constexpr int kMaxScoredTokens = 256;  // tokens of one launch; more tokens take several launches
+constexpr int kScorePart = 128;         // coarse keys of a part of a normaliser
+constexpr int kMaxScoredTokens = 1024;  // tokens of one launch; more tokens take several launches
 
 struct BlockScoresShape {
   int num_parts, num_heads, num_blocks;
