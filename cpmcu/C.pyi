@@ -335,6 +335,11 @@ class Engine:
     def release(self, slot: int) -> None:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
 
+    def vacate(self, slot: int) -> None:
+        """Gives the pages of a slot without steps in flight back, but keeps its sequence.
+
+        Before its next step, `reserve` takes as many pages again and `load_pages` fills them."""
+
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 

@@ -372,6 +372,12 @@ class EngineConfig(SparseOptions):
         brief="most tokens of prompt and output together",
     )
     max_num_seqs: int = option(8, "most sequences that run concurrently, up to 256")
+    swap_space: float | None = option(
+        None,
+        "host memory for sequences that wait for pages, in GB; without it they are computed again "
+        "(default: 4, or a quarter of what is free if that is less; 0 on a CPU)",
+        metavar="GB",
+    )
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
     num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
     prefix_cache: bool = option(
@@ -452,6 +458,8 @@ class EngineConfig(SparseOptions):
         _whole("max_model_len", self.max_model_len, 0)
         _whole("num_threads", self.num_threads, 0)
         _whole("device_index", self.device_index, 0)
+        if self.swap_space is not None:
+            _size("swap_space", self.swap_space)
         truth("cuda_graph", self.cuda_graph)
         truth("prefix_cache", self.prefix_cache)
         truth("prefix_cache_decoded", self.prefix_cache_decoded)

@@ -18,6 +18,7 @@ from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
+from cpmcu.loading.host_memory import swap_bytes
 from cpmcu.outputs import RequestOutput, StreamChunk
 from cpmcu.sampling import SamplingParams, to_engine
 from cpmcu.shipped import shipped_model
@@ -128,6 +129,7 @@ class LLM:
             cache=make_prefix_cache(loaded, self.config),
             prefill_seconds=self.config.max_prefill_ms / 1000,
             draft_depth=None if loaded.draft is None else loaded.draft.depth,
+            swap_bytes=swap_bytes(self.config.swap_space, is_cuda=loaded.engine.launch_ahead > 1),
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)

@@ -66,8 +66,11 @@ class Runner:
         cache: PrefixCache | None = None,
         prefill_seconds: float = 0.04,
         draft_depth: int | None = None,
+        swap_bytes: int = 0,
     ) -> None:
         """`prefill_seconds`: most time of a prefill pass while other sequences decode.
+
+        `swap_bytes`: most host memory of sequences that wait for pages.
 
         `draft_depth`: tokens of the longest drafted path; None: the engine's tokens of a step but
         one. MTP modules compute more tokens again than a step emits.
@@ -81,7 +84,7 @@ class Runner:
         self._cache_counters: CacheCounters | None = None if cache is None else CacheCounters()
         self._launched = self._taken = 0  # steps, and of these collected ones
         self._scheduler = Scheduler(
-            engine, page_size, engine.tokens_per_step, cache, prefill_seconds
+            engine, page_size, engine.tokens_per_step, cache, prefill_seconds, swap_bytes
         )
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
@@ -164,7 +167,7 @@ class Runner:
 
     def load(self) -> EngineLoad:
         """Utilisation as of the last iteration of the loop."""
-        waiting = len(self._scheduler.waiting) + len(self._inbox)
+        waiting = self._scheduler.num_waiting + len(self._inbox)
         usage = 1 - self._free_pages / self.num_pages
         return EngineLoad(
             len(self._scheduler.active),
@@ -393,7 +396,7 @@ class Runner:
         self._scheduler.waiting.clear()
         self._in_flight.clear()
         try:
-            for sequence in list(self._scheduler.active):
+            for sequence in [*self._scheduler.active, *self._scheduler.swapped]:
                 self._scheduler.release(sequence)
             while self._live.in_flight():
                 self._live.collect()
@@ -417,20 +420,21 @@ class Runner:
                 request.end("abort")
         for _, future in calls:
             future.set_exception(RuntimeError("the engine is closed"))
-        self._scheduler.close()
         self._in_flight.clear()
-        if self._cache is not None:
-            self._close_cache(self._cache)
+        self._close_memory()
         self._cache = None
         self._engine = None
 
-    def _close_cache(self, cache: PrefixCache) -> None:
+    def _close_memory(self) -> None:
+        """Frees the host memory, and writes what the disk is to keep."""
         try:
             if self._broken is None:
                 self._live.wait_for_copies()
-            cache.close()
+            self._scheduler.close()
+            if self._cache is not None:
+                self._cache.close()
         except Exception as error:
-            logger.error("the prefix cache could not be closed: %s", error)
+            logger.error("the engine's host memory could not be freed: %s", error)
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:

@@ -11,9 +11,10 @@ Pages are reserved ahead for the steps in flight. A mask of a grammar or of `min
 all earlier tokens. If a sequence is masked, a decode step with it therefore waits until no other
 step of the sequence is in flight.
 
-If pages run out, the newest sequence is preempted: it releases its pages and is recomputed later.
-Sampling is keyed by (seed, stream, position), so preemption does not change draws. On a CPU it does
-not change the text. On a GPU the last bits of recomputed keys and values may differ.
+If pages run out, the newest sequence is preempted. Once it has emitted a token, its pages move to
+the swap space, and it goes on later with the same bits. If the swap space is full, the sequence is
+computed again. Sampling is keyed by (seed, stream, position), so draws do not change. On a GPU the
+last bits of recomputed keys and values may differ.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from cpmcu.engine.prefix.index import Entry
 from cpmcu.engine.prompt_passes import PassTimes, divide
 from cpmcu.engine.request import Request
 from cpmcu.engine.shapes import Shape
+from cpmcu.engine.swap_space import SwapSpace
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -50,6 +52,7 @@ class Sequence:
     in_flight: int = 0  # launched steps that will emit tokens of this sequence
     prefix: Prefix | None = None  # with a prefix cache
     released: bool = False  # it holds the slot no longer
+    swapped: list[int] = dataclasses.field(default_factory=list)  # its pages in the swap space
 
     @property
     def rest(self) -> int:
@@ -83,9 +86,11 @@ class Scheduler:
         tokens_per_step: int = 1,
         cache: PrefixCache | None = None,
         prefill_seconds: float = 0.04,
+        swap_bytes: int = 0,
     ) -> None:
         self._engine = engine
         self._cache = cache
+        self._swap = SwapSpace(engine, swap_bytes)
         self.pass_times = PassTimes(prefill_seconds)
         self._page_size = page_size
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
@@ -96,6 +101,7 @@ class Scheduler:
         self._score_next = True
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission
+        self.swapped: deque[Sequence] = deque()  # likewise; older than all that wait
 
     @property
     def max_length(self) -> int:
@@ -105,15 +111,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Is a request waiting or running?"""
-        return bool(self.waiting or self.active)
+        return bool(self.waiting or self.active or self.swapped)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, swapped sequences included."""
+        return len(self.waiting) + len(self.swapped)
 
     def requests(self) -> list[Request]:
         """All requests that are not done."""
-        return [sequence.request for sequence in self.active] + list(self.waiting)
+        started = [sequence.request for sequence in (*self.active, *self.swapped)]
+        return started + list(self.waiting)
 
     def drop_cancelled(self) -> None:
         """Ends the requests whose cancellation flag is set."""
-        for sequence in [s for s in self.active if s.request.cancelled]:
+        for sequence in [s for s in (*self.active, *self.swapped) if s.request.cancelled]:
             sequence.request.end("abort")
             self.release(sequence)
         for request in [r for r in self.waiting if r.cancelled]:
@@ -121,7 +133,10 @@ class Scheduler:
             self.waiting.remove(request)
 
     def admit(self) -> None:
-        """Gives slots and pages to waiting requests while these last."""
+        """Gives slots and pages to waiting requests while these last; swapped sequences first."""
+        self._resume()
+        if self.swapped:
+            return
         for request in list(itertools.islice(self.waiting, MOST_PASSED_OVER)):
             if self._blocked or self._full or len(self.active) >= self._engine.max_num_seqs:
                 return
@@ -153,18 +168,23 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Gives a sequence's slot and pages back."""
-        self.active.remove(sequence)
+        if sequence in self.swapped:
+            self.swapped.remove(sequence)
+            self._swap.forget(sequence.swapped)
+        else:
+            self.active.remove(sequence)
         sequence.released = True
         self._blocked = self._full = False
-        if self._cache is not None and sequence.prefix is not None:
-            self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
+        self._end_prefix(sequence)
         self._engine.release(sequence.slot)
 
     def close(self) -> None:
         """Forgets everything, the engine as well."""
         self.waiting.clear()
         self.active.clear()
-        del self._engine
+        self.swapped.clear()
+        self._swap.close()
+        del self._swap, self._engine
 
     def _begin(
         self, request: Request, tokens: list[int], prefix: Prefix | None, matched: list[Entry]
@@ -205,6 +225,27 @@ class Scheduler:
             )
         )
         self.release(sequence)
+
+    def _end_prefix(self, sequence: Sequence) -> None:
+        """The cache keeps what it may of a sequence that leaves its pages."""
+        if self._cache is not None and sequence.prefix is not None:
+            self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
+        sequence.prefix = None
+
+    def _resume(self) -> None:
+        """Gives swapped sequences their pages back, the oldest first, while pages last."""
+        while self.swapped and not self._blocked:
+            sequence = self.swapped[0]
+            if self.active and len(sequence.swapped) > self._num_spare() - 1:
+                return
+            if not self._reserve(sequence.slot, self._needed(sequence)):
+                if not self.active:
+                    self._end_without_pages(sequence)
+                    continue
+                return
+            self._swap.load(sequence.slot, sequence.swapped)
+            sequence.swapped = []
+            self.active.append(self.swapped.popleft())
 
     def _look_up(self, request: Request, tokens: list[int]) -> tuple[Prefix | None, list[Entry]]:
         """The request's keys and its cached pages.
@@ -330,16 +371,40 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempts the newest sequence. If it is the only one, ends its output."""
         victim = self.active[-1]
-        if len(self.active) > 1:
-            logger.info("KV pages ran out: request %d is computed again later", victim.request.id)
-            self.num_preemptions += 1
-            self.release(victim)
-            self.waiting.appendleft(victim.request)
+        if len(self.active) == 1:
+            self._end_without_pages(victim)
             return
+        self.num_preemptions += 1
+        if self._swap_out(victim):
+            logger.info("KV pages ran out: request %d moves to host memory", victim.request.id)
+            return
+        logger.info("KV pages ran out: request %d is computed again later", victim.request.id)
+        self.release(victim)
+        self.waiting.appendleft(victim.request)
+
+    def _swap_out(self, sequence: Sequence) -> bool:
+        """Moves the pages of a sequence without steps in flight to the swap space.
+
+        False: they do not fit, or the sequence has emitted nothing. Prefill gives its pages the
+        same bits again.
+        """
+        if sequence.rest > 0 or not sequence.request.tokens:
+            return False
+        self._end_prefix(sequence)
+        blocks = self._swap.save(sequence.slot)
+        if blocks is None:
+            return False
+        self.active.remove(sequence)
+        self.swapped.appendleft(sequence)
+        sequence.swapped = blocks
+        self._blocked = self._full = False
+        return True
+
+    def _end_without_pages(self, sequence: Sequence) -> None:
         logger.warning(
             "KV pages ran out: request %d ends after %d tokens with finish reason 'length'",
-            victim.request.id,
-            len(victim.request.tokens),
+            sequence.request.id,
+            len(sequence.request.tokens),
         )
-        victim.request.end("length")
-        self.release(victim)
+        sequence.request.end("length")
+        self.release(sequence)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from cpmcu.engine.prefix.cache import PrefixCache
+from cpmcu.loading.host_memory import cache_bytes
 
 if TYPE_CHECKING:
     from cpmcu.config import EngineConfig
     from cpmcu.engine.prefix.disk_tier import DiskTier
     from cpmcu.loading.loader import LoadedModel
 
-DEFAULT_HOST_BYTES = 8 << 30
 STAGING_BYTES = 256 << 20  # host memory that a disk needs
 
 
@@ -26,7 +25,7 @@ def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache 
     if not config.prefix_cache:
         return None
     is_cuda = loaded.engine.launch_ahead > 1
-    host_bytes = host_limit(config.prefix_cache_host_gb, is_cuda=is_cuda)
+    host_bytes = cache_bytes(config.prefix_cache_host_gb, is_cuda=is_cuda)
     disk = _disk(loaded, config) if config.prefix_cache_dir is not None else None
     if disk is not None:
         host_bytes = max(host_bytes, STAGING_BYTES)
@@ -37,16 +36,6 @@ def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache 
         decoded=config.prefix_cache_decoded,
         disk=disk,
     )
-
-
-def host_limit(gigabytes: float | None, *, is_cuda: bool) -> int:
-    """Bytes of host memory that the cache may take."""
-    if gigabytes is not None:
-        return int(gigabytes * 1e9)
-    if not is_cuda:  # pages lie in host memory already
-        return 0
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(DEFAULT_HOST_BYTES, free // 4)
 
 
 def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:

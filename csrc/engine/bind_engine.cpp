@@ -259,6 +259,10 @@ void bind_sequences(EngineClass& engine) {
           takes pages for the others, and `load_pages` fills them.)")
       .def("release", &Engine::release, py::arg("slot"), NoGil(),
            "Gives the slot and its pages back. Steps in flight for it are dropped from results.")
+      .def("vacate", &Engine::vacate, py::arg("slot"), NoGil(),
+           R"(Gives the pages of a slot without steps in flight back, but keeps its sequence.
+
+           Before its next step, `reserve` takes as many pages again and `load_pages` fills them.)")
       .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), NoGil(),
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 

@@ -207,6 +207,14 @@ void Engine::release(int slot) {
   states_.retire(ring_.num_done());
 }
 
+void Engine::vacate(int slot) {
+  check_slot(slot);
+  CHECK_STATE(slots_[static_cast<size_t>(slot)].in_flight_tokens == 0,
+              "slot {} has decode steps in flight; collect them before its pages go", slot);
+  states_.release(slot, num_steps_);
+  states_.retire(ring_.num_done());
+}
+
 bool Engine::reserve(int slot, int num_tokens) {
   check_slot(slot);
   CHECK(num_tokens <= max_tokens_, "{} tokens were asked for, the engine holds {} a sequence",

@@ -71,6 +71,9 @@ class Engine {
   int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
                    const CachedPrefix& cached = {});
   void release(int slot);
+  // Gives the pages of a slot back, but keeps its sequence. Before its next step, `reserve` must
+  // take as many pages again and `load_pages` must fill them. No step of the slot may be in flight.
+  void vacate(int slot);
   // Grows the slot to hold `num_tokens`; false if too few pages are free. If only steps in flight
   // still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_tokens);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ class Job:
         **fields: Any,
     ) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.before_item: Callable[[], object] = lambda: None  # on the engine thread
         self.request = Request(
             list(prompt),
             sampling(max_tokens=count, **fields),
@@ -39,10 +40,14 @@ class Job:
             stop_strings=StopStrings(()),
             stop_tokens=StopTokens((), (), count),
             max_tokens=count,
-            emit=self.items.put,
+            emit=self._emit,
             cache_salt=salt,
             prompt_logprobs=scores,
         )
+
+    def _emit(self, item: Any) -> None:
+        self.before_item()
+        self.items.put(item)
 
     def wait(self) -> list[int]:
         while True:
@@ -90,10 +95,10 @@ class Watched(PrefixCache):
 
 
 @contextmanager
-def running(engine: Any, **options: Any) -> Iterator[tuple[Runner, Watched]]:
+def running(engine: Any, swap_bytes: int = 0, **options: Any) -> Iterator[tuple[Runner, Watched]]:
     """A runner with a watched cache. At the end, checks that no page is lost."""
     cache = Watched(engine, **options)
-    runner = Runner(engine, page_size=PAGE, cache=cache)
+    runner = Runner(engine, page_size=PAGE, cache=cache, swap_bytes=swap_bytes)
     try:
         yield runner, cache
         runner.call(lambda e: check_idle(e, cache))

@@ -68,6 +68,7 @@ class FakeEngine:
         self.log: list[tuple[str, object]] = []
         self.shapes: list[tuple[int, int] | None] = []  # of decode steps
         self.skipped_drafts: list[bool] = []  # of prefill steps
+        self.page_bytes = 0  # nothing to move to host memory
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.open_masked: list[int] = []  # slots of the open masked step
@@ -113,6 +114,9 @@ class FakeEngine:
         state.pages += more
         self.num_free_pages -= more
         return True
+
+    def wait_for_copies(self) -> None:
+        """There are none."""
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""Pinned host memory of the prefix cache: blocks for pages, taken from larger segments."""
+"""Pinned host memory: blocks for pages, taken from larger segments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ class HostTier:
     needed.
     """
 
-    def __init__(self, engine: C.Engine, block_bytes: int, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: C.Engine,
+        block_bytes: int,
+        limit_bytes: int,
+        owner: str = "the prefix cache",
+    ) -> None:
+        """`owner`: named by warnings."""
+        self._owner = owner
         self.block_bytes = block_bytes
         self.limit = limit_bytes // block_bytes if block_bytes else 0
         self._per_segment = max(1, min(SEGMENT_BYTES // max(1, block_bytes), self.limit))
@@ -106,5 +114,5 @@ class HostTier:
                 if self._blocks.grow() >= self.limit:
                     break
         except MemoryError as error:
-            logger.warning("the prefix cache gets no more host memory: %s", error)
+            logger.warning("%s gets no more host memory: %s", self._owner, error)
             self.limit = self._blocks.num_blocks
