@@ -37,7 +37,7 @@ struct LargeArgs {
   bool gated;
 };
 
-constexpr int kStageK = 64, kWRows = 128;  // rows of W of a CTA
+constexpr int kWRows = 128;  // rows of W of a CTA
 // A tile has 8 kGroups rows of x; the epilogue stores at most 128 of them at a time.
 template <int kGroups>
 constexpr int kOutGroups = kGroups < 16 ? kGroups : 16;
@@ -100,28 +100,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
     for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
       float sums[kGroups][4];
-      // Main loop. A stage is released once the next stage's wgmma group is issued.
-      int before = 0;  // the stage of the wgmma group still in flight
-#pragma unroll 1
-      for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
-        ptx::mbarrier_wait(ring.full(stage), parity);
-        const uint64_t w =
-            ptx::wgmma_descriptor_swizzle128(ring.weights(stage) + warpgroup * 64 * 128);
-        const uint64_t x = ptx::wgmma_descriptor_swizzle128(ring.rows(stage));
-        ptx::wgmma_fence();
-#pragma unroll
-        // 16 k are 32 bytes; descriptors count 16
-        for (int step = 0; step < kStageK / 16; ++step) {
-          ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
-        }
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        if (k_block > 0) ring.release(before, peer_empty);
-        before = stage;
-        Ring::advance(stage, parity);
-      }
-      ptx::wgmma_wait<0>();
-      ring.release(before, peer_empty);
+      multiply_stages<T>(sums, ring, args.k_blocks, stage, parity, peer_empty);
       const auto at = args.tiles.place(tile);
       const int column = (2 * at.w + rank) * kWRows + warpgroup * 64;
       // Epilogue, kAtOnce groups at a time.

@@ -77,6 +77,37 @@ __device__ __forceinline__ void run_large(const Ring& ring, F produce, G multipl
   ptx::cluster_wait();
 }
 
+constexpr int kStageK = 64;  // k of a stage of dense weights
+
+// The sums of a warpgroup: its 64 rows of W times the rows of x, over `k_blocks` stages from
+// `stage` on. A stage is released once the next stage's wgmma group is issued.
+template <typename T, typename Ring, int kGroups>
+__device__ __forceinline__ void multiply_stages(float (&sums)[kGroups][4], const Ring& ring,
+                                                int k_blocks, int& stage, int& parity,
+                                                uint32_t peer_empty) {
+  const int warpgroup = ptx::uniform_warp() / 4;
+  int before = 0;  // the stage of the wgmma group still in flight
+#pragma unroll 1
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    ptx::mbarrier_wait(ring.full(stage), parity);
+    const uint64_t w = ptx::wgmma_descriptor_swizzle128(ring.weights(stage) + warpgroup * 64 * 128);
+    const uint64_t x = ptx::wgmma_descriptor_swizzle128(ring.rows(stage));
+    ptx::wgmma_fence();
+#pragma unroll
+    // 16 k are 32 bytes; descriptors count 16
+    for (int step = 0; step < kStageK / 16; ++step) {
+      ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (k_block > 0) ring.release(before, peer_empty);
+    before = stage;
+    Ring::advance(stage, parity);
+  }
+  ptx::wgmma_wait<0>();
+  ring.release(before, peer_empty);
+}
+
 // The order of a cluster's tiles: for each tile of W up to kTogether tiles of x, which stay in L2.
 struct LargeTiles {
   static constexpr int kTogether = 16;

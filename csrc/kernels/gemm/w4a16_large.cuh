@@ -55,34 +55,66 @@ __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, cons
   }
 }
 
+// Which rows of half a weight block a consumer warp multiplies: one m16 tile of a warp tile.
+struct HalfBlockRows {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = ptx::uniform_warp();
+  const int warp_tile = warp / 2;
+  const bool second = warp % 2 != 0;                                     // of the two m16 tiles
+  const int first = warp_tile * kWarpTileRows + second * 16 + lane / 4;  // the lane's first row
+};
+
 // A lane's part of a consumer warp's 16 rows of half a weight block, one m16 tile of a warp tile.
 template <typename T>
 struct HalfBlockFragment {
   float scale[2];
   uint32_t low, high, words[4][2];
 
-  // `row`: the lane's first row. `second`: of the two m16 tiles of the warp tile.
   template <bool kZeros, typename Ring>
-  __device__ __forceinline__ void load(const Ring& ring, int stage, int warp_tile, bool second,
-                                       int row, int lane, bool bf16_scales) {
+  __device__ __forceinline__ void load(const Ring& ring, int stage, const HalfBlockRows& rows,
+                                       bool bf16_scales) {
     int zero[2] = {8, 8};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      scale[half] = load_scale(ring.scales(stage) + 2 * (row + half * 8), bf16_scales);
+      scale[half] = load_scale(ring.scales(stage) + 2 * (rows.first + half * 8), bf16_scales);
       if constexpr (kZeros) {
-        zero[half] = ptx::load_shared_byte(ring.zeros(stage) + row + half * 8);
+        zero[half] = ptx::load_shared_byte(ring.zeros(stage) + rows.first + half * 8);
       }
     }
     low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const uint4 both = ptx::load_shared16(ring.words(stage) + warp_tile * kWarpTileBytes +
-                                            pair * kPairBytes + lane * 16);
-      words[pair][0] = second ? both.y : both.x;
-      words[pair][1] = second ? both.w : both.z;
+      const uint4 both = ptx::load_shared16(ring.words(stage) + rows.warp_tile * kWarpTileBytes +
+                                            pair * kPairBytes + rows.lane * 16);
+      words[pair][0] = rows.second ? both.y : both.x;
+      words[pair][1] = rows.second ? both.w : both.z;
     }
   }
 };
+
+// Adds the products of a consumer warp's rows of half a weight block, which has arrived, to `sums`,
+// and releases its stage.
+template <typename T, bool kZeros, typename Ring, int kGroups>
+__device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const Ring& ring,
+                                               int stage, const HalfBlockRows& rows,
+                                               bool bf16_scales, uint32_t peer_empty) {
+  HalfBlockFragment<T> w;
+  w.template load<kZeros>(ring, stage, rows, bf16_scales);
+  float part[1][kGroups][4];
+  WgmmaOf<1>::multiply_fragments<T, kGroups>(
+      part, ring.rows(stage),
+      [&](uint32_t (&a)[4], int pair, int step, int) {
+        unpack<T>(a, w.words[pair][step], w.low, w.high);
+      },
+      [] {});
+  ring.release(stage, peer_empty);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace cpmcu::cuda

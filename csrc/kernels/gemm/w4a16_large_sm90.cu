@@ -99,14 +99,11 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   const Ring ring(shared, barriers);
   const LargeTiles tiles{args.tiles, x_tiles};
-  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
-  // The warp's 16 rows of W are one m16 tile of a warp tile.
-  const int warpgroup = warp / 4, warp_tile = warp / 2;
-  const bool second = warp % 2 != 0;
-  const int row = warp_tile * kWarpTileRows + second * 16 + lane / 4;
+  const int warpgroup = ptx::uniform_warp() / 4, rank = blockIdx.x % 2;
 
   const auto multiply = [&] {
     const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
+    const HalfBlockRows rows;
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
@@ -115,24 +112,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int left = args.k_blocks; left > 0; --left) {
         ptx::mbarrier_wait(ring.full(stage), parity);
-        HalfBlockFragment<T> w;
-        w.template load<kZeros>(ring, stage, warp_tile, second, row, lane, args.bf16_scales);
-        float part[1][kGroups][4];
-        WgmmaOf<1>::multiply_fragments<T, kGroups>(
-            part, ring.rows(stage),
-            [&](uint32_t (&a)[4], int pair, int step, int) {
-              unpack<T>(a, w.words[pair][step], w.low, w.high);
-            },
-            [] {});
-        ring.release(stage, peer_empty);
+        add_half_block<T, kZeros>(sums, ring, stage, rows, args.bf16_scales, peer_empty);
         Ring::advance(stage, parity);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
-          }
-        }
         if (--left_of_slice == 0 && args.slices > 1) {
           add_slice(sums, ring.out(warpgroup), slice == 0, left == 1);
           left_of_slice = args.slice_blocks + (++slice < args.longer_slices);

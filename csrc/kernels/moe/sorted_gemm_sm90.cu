@@ -23,7 +23,7 @@ struct DenseSortedArgs {
   int n;  // rows of an expert's W
 };
 
-constexpr int kStageK = 64, kWRows = 128;  // rows of W of a CTA
+constexpr int kWRows = 128;  // rows of W of a CTA
 template <int kGroups>
 using SortedRing =
     LargeRing<8 * kGroups * 128, kWRows * 128, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;
@@ -78,28 +78,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
     for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
       float sums[kGroups][4];
-      // Main loop. A stage is released once the next stage's wgmma group is issued.
-      int before = 0;  // the stage of the wgmma group still in flight
-#pragma unroll 1
-      for (int k_block = 0; k_block < k_blocks; ++k_block) {
-        ptx::mbarrier_wait(ring.full(stage), parity);
-        const uint64_t w =
-            ptx::wgmma_descriptor_swizzle128(ring.weights(stage) + warpgroup * 64 * 128);
-        const uint64_t x = ptx::wgmma_descriptor_swizzle128(ring.rows(stage));
-        ptx::wgmma_fence();
-#pragma unroll
-        // 16 k are 32 bytes; descriptors count 16
-        for (int step = 0; step < kStageK / 16; ++step) {
-          ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
-        }
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        if (k_block > 0) ring.release(before, peer_empty);
-        before = stage;
-        Ring::advance(stage, parity);
-      }
-      ptx::wgmma_wait<0>();
-      ring.release(before, peer_empty);
+      multiply_stages<T>(sums, ring, k_blocks, stage, parity, peer_empty);
       const auto at = tiles.place(tile);
       const int column = (2 * at.w + rank) * kWRows + warpgroup * 64;
       finish_tile<T>(args.all, sums, ring.out(warpgroup), warpgroup, at.first, at.end, column);

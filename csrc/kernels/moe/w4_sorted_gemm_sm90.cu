@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   ptx::pdl_wait();  // the experts are the result of an earlier kernel
   const Ring ring(shared, barriers);
   const Tiles tiles(memory, args.all);
-  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
+  const int warpgroup = ptx::uniform_warp() / 4, rank = blockIdx.x % 2;
   const int k_blocks = args.all.k_blocks;
 
   const auto produce = [&] {
@@ -71,10 +71,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   };
   const auto multiply = [&] {
     const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
-    // The warp's 16 rows of W are one m16 tile of a warp tile.
-    const int warpgroup = warp / 4, warp_tile = warp / 2;
-    const bool second = warp % 2 != 0;
-    const int row = warp_tile * kWarpTileRows + second * 16 + lane / 4;
+    const HalfBlockRows rows;
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
@@ -82,24 +79,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int left = k_blocks; left > 0; --left) {
         ptx::mbarrier_wait(ring.full(stage), parity);
-        HalfBlockFragment<T> w;
-        w.template load<kZeros>(ring, stage, warp_tile, second, row, lane, args.bf16_scales);
-        float part[1][kGroups][4];
-        WgmmaOf<1>::multiply_fragments<T, kGroups>(
-            part, ring.rows(stage),
-            [&](uint32_t (&a)[4], int pair, int step, int) {
-              unpack<T>(a, w.words[pair][step], w.low, w.high);
-            },
-            [] {});
-        ring.release(stage, peer_empty);
+        add_half_block<T, kZeros>(sums, ring, stage, rows, args.bf16_scales, peer_empty);
         Ring::advance(stage, parity);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
-          }
-        }
       }
       const auto at = tiles.place(tile);
       const int column = at.w * kW4BlockRows + rank * kHalfRows + warpgroup * 64;
