@@ -6,6 +6,7 @@
   CUDA_HOME, CXX      toolkit folder (else PATH, /usr/local/cuda, PyPI wheels); host compiler (g++)
   MAX_JOBS            parallel compilations (default: one per core and per 2 GiB of free memory)
   CPMCU_DEBUG=1       -O0 -g for host code; device code keeps its optimisation
+  CPMCU_NVCC_FLAGS    further flags for nvcc, e.g. -Xptxas=-v
   CPMCU_TRACE=1       kernels record clock stamps, for scripts/trace_layer.py
   CPMCU_SANITIZE      address: CPU only, with AddressSanitizer; never copied into cpmcu/
   CPMCU_SKIP_BUILD=1  compile nothing (compile later with `python setup.py build_ext --inplace`)
@@ -110,7 +111,7 @@ def configure():
     host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"
     host += f" -isystem {cuda}/include" if cuda else ""
     device = f"{cuda}/bin/nvcc -ccbin {cxx} {common} -lineinfo --expt-relaxed-constexpr"
-    device += " -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp"
+    device += f" -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp {env('CPMCU_NVCC_FLAGS', '')}"
     link = f"{cxx} -shared -fopenmp {asan} -Wl,--exclude-libs,ALL -o $out $in "
     link += f"{cudart} -ldl -lrt -lpthread" if cuda else ""
     text = f"builddir = {out}\n" + RULE.format(name="cxx", command=host)

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.harness import ROOT
 from tests.python_path import python_path
 
-RECIPES = 300
+RECIPES = 200
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ def mean(drive: Drive) -> float:
     return sum(drive.emitted[:-1]) / len(drive.emitted[:-1])
 
 
+@pytest.mark.slow  # sanitizer runs cover filled drafts in the other tests
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
 @pytest.mark.parametrize(
     ("alone", "filled", "factor"),

@@ -57,9 +57,9 @@ def test_chunks_change_no_token(fp8_models: Models, window: int) -> None:
     changes = {"sliding_window": window} if window else {}
     models = Fp8Models(fp8_models.root / f"window{window}", fp8_models.device, **changes)
     drive = Drive(models.drafted("eagle_bias", family, TREES["narrow"]))
-    for ids in PROMPTS[-2:]:
+    for ids in PROMPTS[-1:] if SMALL else PROMPTS[-2:]:
         expected = models.plain(family, ids, 40)
-        for chunk in (1, 17, 63, 64, 100):
+        for chunk in (17, 64) if SMALL else (1, 17, 63, 64, 100):
             assert drive.one(ids, 40, chunk=chunk) == expected
 
 
@@ -78,7 +78,7 @@ def test_a_batch_changes_no_token(fp8_models: Models) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "eagle_bias"])
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("tier", ["disk"] if SMALL else ["device", "host", "disk"])
 def test_prefix_hits_change_no_token(
     fp8_models: Models, tmp_path: Path, kind: str, tier: str
 ) -> None:
