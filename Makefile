@@ -93,14 +93,15 @@ asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the C
 	$(SAY) "AddressSanitizer"
 	@PYTHON=$(PY) scripts/run_asan_tests.sh
 
-# The result does not run: it is compiled without optimisation, which takes half the time. ptxas still
-# checks each instruction, register limits and shared memory. A second run waits for the first one and
+# The result does not run: it is compiled without optimisation, which takes half the time, if nvcc
+# has the option (CUDA 13.0 has). ptxas still checks each instruction, register limits and shared memory. A second run waits for the first one and
 # then finds all files compiled.
 cuda-compile: $(BASE)  ## compile and link all CUDA code for sm_80 and sm_90a; needs nvcc, no GPU
 	$(SAY) "CUDA code for sm_80 and sm_90a"
 	@mkdir -p build
-	@CPMCU_DEBUG=1 CPMCU_NVCC_FLAGS=--Ofast-compile=max CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a \
-	  flock build/cuda-compile.lock $(PY) setup.py --quiet build_ext
+	@fast=$$(nvcc --help 2>/dev/null | grep -o -m 1 -e '--Ofast-compile' || true); \
+	 CPMCU_DEBUG=1 CPMCU_NVCC_FLAGS=$${fast:+$$fast=max} CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a \
+	   flock build/cuda-compile.lock $(PY) setup.py --quiet build_ext
 
 test-gpu: $(ORACLE)  ## build for the GPU present, pytest -m gpu, then compute-sanitizer if installed
 	@PYTHON=$(PY) scripts/gpu_check.sh build test sanitize
