@@ -93,9 +93,9 @@ asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the C
 	$(SAY) "AddressSanitizer"
 	@PYTHON=$(PY) scripts/run_asan_tests.sh
 
-# The result does not run: it is compiled without optimisation, which takes half the time, if nvcc
-# has the option (CUDA 13.0 has). ptxas still checks each instruction, register limits and shared memory. A second run waits for the first one and
-# then finds all files compiled.
+# The result does not run. It is compiled without optimisation, in half the time, if nvcc has the
+# option; CUDA 13.0 has. ptxas still checks each instruction, register limits and shared memory. A
+# second run waits for the first one and then finds all files compiled.
 cuda-compile: $(BASE)  ## compile and link all CUDA code for sm_80 and sm_90a; needs nvcc, no GPU
 	$(SAY) "CUDA code for sm_80 and sm_90a"
 	@mkdir -p build
