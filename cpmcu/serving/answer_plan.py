@@ -14,9 +14,9 @@ from cpmcu.grammar import Grammar
 from cpmcu.serving import grammar
 from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.errors import refused
+from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.chat import ChatRequest, NamedTool
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
-from cpmcu.serving.service import Model
 from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.tokenizer import Tokenizer
 

@@ -446,7 +446,7 @@ void bind_engine(py::module_& m) {
   m.attr("MAX_TREE_SIZE") = kMaxTreeSize;
   m.attr("MAX_LOGPROBS") = kMaxLogprobs;
   m.attr("MAX_TOKEN_ID") = std::numeric_limits<int>::max();
-  m.def("device_count", &device_count,
+  m.def("device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build.");
   m.def("device_info", &device_facts, py::arg("index"),
         "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version.");
