@@ -65,7 +65,7 @@ def plan_answer(
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
     def new_parser() -> AnswerParser:
-        parser = ForcedCalls(named) if forced else calls.make(tools) if calls else None
+        parser = ForcedCalls(named, tools) if forced else calls.make(tools) if calls else None
         return AnswerParser(
             None if thinking is None else thinking(inside=begun),
             parser,
