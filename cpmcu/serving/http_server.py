@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import socket
 import time
 from concurrent.futures import Future
 
 import uvicorn
 
-from cpmcu.errors import sentence
 from cpmcu.serving.app import create_app
 from cpmcu.serving.connection import with_deadlines
 from cpmcu.serving.model import Model
@@ -50,20 +48,15 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self.failed = False
         self.service = service
 
     def loaded(self, loading: Future[Model]) -> None:
-        """Takes the loaded model, on any thread. If loading failed, logs why and stops."""
-        error = loading.exception()
-        if error is None:
-            self.service.take(loading.result())
-            gc.freeze()  # keeps later collections, which hold the GIL, short
+        """Takes the loaded model, on any thread, or stops if loading failed."""
+        if loading.exception() is not None:
+            self.should_exit = True
             return
-        shown = error if os.environ.get("CPMCU_DEBUG") else None
-        logger.error("the model cannot be loaded: %s", sentence(error), exc_info=shown)
-        self.failed = True
-        self.should_exit = True
+        self.service.take(loading.result())
+        gc.freeze()  # keeps later collections, which hold the GIL, short
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts no new requests and waits for the open ones until the deadline."""

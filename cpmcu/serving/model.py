@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cpmcu.chat_template import ChatTemplate
@@ -54,15 +55,23 @@ class Model:
     token_texts: TokenTexts
 
     @classmethod
-    def load(cls, engine_config: EngineConfig, config: ServerConfig) -> Model:
+    def load(
+        cls,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        before_weights: Callable[[LLM], None] | None = None,
+    ) -> Model:
         """Loads the model. Slow, so the server runs it on its own thread.
+
+        `before_weights` is that of LLM.
 
         Raises the exceptions of LLM. If the chat template cannot be read or compiled, raises
         OSError or ValueError before loading the model.
         """
         start = time.perf_counter()
         own = _own_template(config.chat_template)
-        llm = LLM(progress=Progress(), **dataclasses.asdict(engine_config))
+        options = dataclasses.asdict(engine_config)
+        llm = LLM(progress=Progress(), before_weights=before_weights, **options)
         try:
             template = llm.chat_template
             if own is not None:

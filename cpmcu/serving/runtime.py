@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import Future
 
 from cpmcu.config import EngineConfig
+from cpmcu.errors import sentence
 from cpmcu.loading import exiting
 from cpmcu.serving import logs
 from cpmcu.serving.config import ServerConfig
@@ -20,16 +21,16 @@ from cpmcu.serving.model import Model
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HEAD_START_SECONDS = 1.0  # more only where files come from a network
 SWITCH_SECONDS = 0.0005
 
 
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serves until SIGTERM or Ctrl-C. Returns the exit status.
 
-    The model loads while the web framework is imported: both take long, and loading seldom needs
-    the GIL. Both signals are ignored afterwards, so a second one cannot interrupt the exit. Raises
-    OSError if the server cannot listen on the address, ImportError if a package is missing, and the
-    exceptions of ServerConfig.keys.
+    The web framework is imported while weights are read. Both signals are ignored afterwards, so a
+    second one cannot interrupt the exit. Raises OSError if the server cannot listen on the address,
+    ImportError if a package is missing, and the exceptions of ServerConfig.keys.
     """
     # Limits the time that the engine's thread waits for the GIL while another thread holds it.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -37,15 +38,19 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     config.keys()  # a file that cannot be read ends the program before anything else
     listener = listen(config.host, config.port)
     gc.disable()  # imports leave little garbage, and collections would take 0.1 s of the start
-    import cpmcu.loading.loader  # noqa: F401  # here it does not compete for the GIL
-
     loading: Future[Model] = Future()
+    reads_weights = threading.Event()
     thread = threading.Thread(
-        target=_load, args=(loading, engine_config, config), name="cpmcu-load", daemon=True
+        target=_load,
+        args=(loading, reads_weights, engine_config, config),
+        name="cpmcu-load",
+        daemon=True,
     )
     status = 0
     try:
         thread.start()
+        # Until it reads weights, the thread needs the GIL, as imports do.
+        reads_weights.wait(_HEAD_START_SECONDS)
         status = _serve(listener, loading, engine_config, config)
     except SystemExit as leaving:  # a signal before the event loop ran
         status = leaving.code if isinstance(leaving.code, int) else 1
@@ -58,15 +63,24 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     return status
 
 
-def _load(loading: Future[Model], engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Runs on the loading thread."""
+def _load(
+    loading: Future[Model],
+    reads_weights: threading.Event,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+) -> None:
+    """Loads the model, on its own thread. Logs why it cannot be loaded."""
     try:
         with exiting.waited_for():
-            model = Model.load(engine_config, config)
+            model = Model.load(engine_config, config, lambda llm: reads_weights.set())
     except Exception as error:
+        shown = error if os.environ.get("CPMCU_DEBUG") else None
+        logger.error("the model cannot be loaded: %s", sentence(error), exc_info=shown)
         loading.set_exception(error)
     else:
         loading.set_result(model)
+    finally:
+        reads_weights.set()
 
 
 def _serve(
@@ -76,7 +90,9 @@ def _serve(
     config: ServerConfig,
 ) -> int:
     """Builds the application and serves, with the model as soon as it is loaded."""
-    from cpmcu.serving.http_server import make_server  # 0.7 s beside the loading thread
+    if _has_failed(loading):
+        return 1
+    from cpmcu.serving.http_server import make_server  # takes 0.6 s
     from cpmcu.serving.service import Service
 
     server = make_server(Service(engine_config, config))
@@ -86,13 +102,17 @@ def _serve(
         for number in _SIGNALS:  # uvicorn's own handlers cover only a part of the run
             signal.signal(number, server.handle_exit)
         loading.add_done_callback(server.loaded)
-        if not server.failed:
+        if not server.should_exit:
             server.run(sockets=[listener])
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         server.service.close()
-    return 1 if server.failed else 0
+    return 1 if _has_failed(loading) else 0
+
+
+def _has_failed(loading: Future[Model]) -> bool:
+    return loading.done() and loading.exception() is not None
 
 
 _TRY = (

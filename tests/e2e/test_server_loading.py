@@ -44,14 +44,11 @@ def test_the_model_loads_while_the_web_framework_is_imported(tmp_path):
     assert " is ready after " in found.stderr
 
 
-@pytest.mark.parametrize("model", ["loads", "fails"])
-def test_a_missing_package(model, tmp_path):
+def test_a_missing_package(tmp_path):
     """Found while the model loads: the process ends at once, in one sentence."""
     error = "raise ImportError('No module named fastapi', name='fastapi')\n"
     (tmp_path / "fastapi.py").write_text(error)
-    flags = ["--port", "0", "--device", "cpu"]
-    flags += ["--model", "/nowhere"] if model == "fails" else []
-    found = run_server(*flags, PYTHONPATH=python_path(tmp_path))
+    found = run_server("--port", "0", "--device", "cpu", PYTHONPATH=python_path(tmp_path))
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
     assert (
@@ -100,7 +97,7 @@ def test_files_that_are_not_there():
 def test_a_model_that_cannot_be_loaded():
     found = run_server("--model", "/nowhere", "--port", "0")
     assert found.returncode == 1
-    assert "the model cannot be loaded" in found.stderr
+    assert found.stderr.count("the model cannot be loaded") == 1
     assert "Traceback" not in found.stderr
 
 
