@@ -500,12 +500,18 @@ class Engine:
 class HostBlocks:
     """Pinned host memory in blocks of one size."""
 
-    def __init__(self, engine: Engine, block_bytes: int, blocks_per_segment: int) -> None: ...
+    def __init__(
+        self, engine: Engine, block_bytes: int, blocks_per_segment: int, most_blocks: int
+    ) -> None: ...
     def grow(self) -> int:
-        """Takes one segment more; the number of blocks. From any thread. MemoryError if there is none."""
+        """Takes one segment more, up to `most_blocks`; the number of blocks. From any thread, but not from two at a time. MemoryError if there is none."""
 
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken from the system."""
+
     def view(self, block: int) -> memoryview:
         """The bytes of a block, writable."""
 

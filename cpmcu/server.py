@@ -73,13 +73,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _serve(config: ServerConfig, engine: EngineConfig) -> int:
     try:
         from cpmcu.serving import runtime
+
+        return runtime.run(config, engine)
     except ImportError as error:
-        if error.name is not None and error.name.startswith("cpmcu"):
+        if error.name is None or error.name.startswith("cpmcu"):
             raise
         raise ImportError(
             f"the server needs the package {error.name!r}: pip install 'cpmcu[server]'"
         ) from error
-    return runtime.run(config, engine)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.checks import one_line
-from cpmcu.engine.json_schema import one_of_is_any_of
+from cpmcu.checks import one_line, shown
+from cpmcu.engine.json_schema import endless_reference, one_of_is_any_of
 from cpmcu.grammar import Grammar, GrammarError
 from cpmcu.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ _CACHE_SIZE = 64  # compiled grammars
 _UNSAID = "\ue000"  # a private-use character, which occurs in no text
 _MAX_REASON = 300  # characters of llguidance's message that an error quotes
 _TRIAL_TOKENS = 16  # consumed by a new grammar, since some errors appear only then
+_NO_TEXT = "NoExtensionBias"  # llguidance's word for a grammar without any text
 _MAX_FORCED = 8192  # bytes without a choice; the time of a mask grows with them
 
 
@@ -104,20 +105,22 @@ class GrammarCompiler:
         matcher.compute_bitmask()  # the first call builds much of the lexer
         reason = matcher.get_error() if matcher.is_error() else _trial(matcher.deep_copy())
         if reason:
-            raise ValueError(f"the {self._culprit(grammar)} cannot be used: {_sentence(reason)}")
+            name, part = self._culprit(grammar)
+            raise ValueError(f"the {name} cannot be used: {_why(part, reason)}")
         return matcher
 
-    def _culprit(self, grammar: Grammar) -> str:
-        """Name of the unusable grammar for the error message: itself or one of its parts."""
+    def _culprit(self, grammar: Grammar) -> tuple[str, Grammar]:
+        """The unusable grammar, which is `grammar` or one of its parts, and its name in errors."""
         if grammar.kind != "composed":
-            return grammar.kind.replace("_", " ")
+            return grammar.kind.replace("_", " "), grammar
         _, parts = grammar.parts()
         for label, part in parts.items():
             matcher = self._library.LLMatcher(self._tokenizer, self._source(part), log_level=0)
             if matcher.is_error() or _trial(matcher):
                 of = f" of {label}" if len(parts) > 1 and part.kind != "composed" else ""
-                return self._culprit(part) + of
-        return "grammar"
+                name, found = self._culprit(part)
+                return name + of, found
+        return "grammar", grammar
 
     def _source(self, grammar: Grammar) -> str:
         if grammar.kind == "composed":
@@ -302,6 +305,18 @@ def _trial(matcher: Any) -> str:
         if not matcher.consume_token(int(allowed[len(allowed) // 2])):
             return str(matcher.get_error())
     return ""
+
+
+def _why(grammar: Grammar, reason: str) -> str:
+    """Why a grammar cannot be used. `reason`: llguidance's message."""
+    if not reason.startswith(_NO_TEXT):
+        return _sentence(reason)
+    reference = endless_reference(grammar.source) if grammar.kind == "json_schema" else None
+    if reference is None:
+        return "no text matches it, expected a grammar that some text matches"
+    return (
+        f'a "$ref" is {shown(reference)}, which leads back to itself, expected a schema of values'
+    )
 
 
 def _sentence(error: str) -> str:

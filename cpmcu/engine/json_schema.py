@@ -1,4 +1,4 @@
-"""Detects JSON schemas whose `oneOf`s are equivalent to `anyOf`.
+"""What llguidance does not find out about JSON schemas: `oneOf` that is `anyOf`, endless `$ref`s.
 
 `oneOf` allows values that match exactly one alternative. If no value matches two alternatives, as
 in the unions that pydantic writes, `anyOf` allows the same values. llguidance does not detect this
@@ -34,7 +34,30 @@ def one_of_is_any_of(source: str) -> bool:
         return False
 
 
-def _one_ofs(root: Any) -> Iterator[list[Any]]:
+def endless_reference(source: str) -> str | None:
+    """A `$ref` of a schema (JSON text) that leads back to itself before any value begins, or None.
+
+    Members of anyOf, oneOf and allOf describe the same value as the schema that has them.
+    """
+    root = json.loads(source)
+    done: set[int] = set()  # ids of schemas from which no path is endless
+    for start in _schemas(root):
+        path = [(start, "", _same_value(start, root))]
+        while path:
+            schema, _, following = path[-1]
+            reference, target = next(following, (None, None))
+            if reference is None:
+                done.add(id(schema))
+                path.pop()
+            elif any(target is each for each, _, _ in path):
+                return reference or next(found for _, found, _ in reversed(path) if found)
+            elif isinstance(target, Mapping) and id(target) not in done:
+                path.append((target, reference, _same_value(target, root)))
+    return None
+
+
+def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of a schema."""
     pending = [root]
     while pending:
         node = pending.pop()
@@ -42,8 +65,23 @@ def _one_ofs(root: Any) -> Iterator[list[Any]]:
             pending += node
         elif isinstance(node, Mapping):
             pending += node.values()
-            if isinstance(node.get("oneOf"), list):
-                yield node["oneOf"]
+            yield node
+
+
+def _same_value(schema: Mapping[str, Any], root: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas that describe the same value, each with the reference to it, or ""."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        yield reference, _target(reference, root)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(members := schema.get(key), list):
+            yield from (("", member) for member in members)
+
+
+def _one_ofs(root: Any) -> Iterator[list[Any]]:
+    for schema in _schemas(root):
+        if isinstance(schema.get("oneOf"), list):
+            yield schema["oneOf"]
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
@@ -54,11 +92,17 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
-        schema = root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        schema = _target(reference, root)
     return {}
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a reference refers to within `root`; None if there is no such place."""
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _exclusive(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:

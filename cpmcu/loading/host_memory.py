@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-DEFAULT_CACHE_BYTES = 8 << 30
-DEFAULT_SWAP_BYTES = 4 << 30
+DEFAULT_CACHE_BYTES = 8_000_000_000
+DEFAULT_SWAP_BYTES = 4_000_000_000
 
 
 def cache_bytes(gigabytes: float | None, *, is_cuda: bool) -> int:

@@ -14,9 +14,9 @@ from cpmcu.grammar import Grammar
 from cpmcu.serving import grammar
 from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.errors import refused
+from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.chat import ChatRequest, NamedTool
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
-from cpmcu.serving.service import Model
 from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ def plan_answer(
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
     def new_parser() -> AnswerParser:
-        parser = ForcedCalls(named) if forced else calls.make(tools) if calls else None
+        parser = ForcedCalls(named, tools) if forced else calls.make(tools) if calls else None
         return AnswerParser(
             None if thinking is None else thinking(inside=begun),
             parser,

@@ -75,6 +75,11 @@ class AnswerParser:
         return Part(thought, found.content, calls, deltas)
 
     @property
+    def may_think(self) -> bool:
+        """True if the answer may have reasoning."""
+        return self._reasoning is not None
+
+    @property
     def has_calls(self) -> bool:
         """True if a tool call was parsed."""
         return self._calls is not None and self._calls.num_calls > 0

@@ -14,9 +14,9 @@ from cpmcu.serving import routes
 from cpmcu.serving.auth import Authentication
 from cpmcu.serving.errors import add_handlers
 from cpmcu.serving.limits import BodyLimit
-from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.paths import RootPath
 from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
 from cpmcu.verification import is_lossy
 

@@ -31,7 +31,7 @@ def give_back() -> None:
     if trim is None or not _lock.acquire(blocking=False):
         return
     try:
-        gc.collect()  # frees exceptions, which refer to their requests in cycles
+        gc.collect()  # frees exceptions, which refer to their requests and back
         trim(0)  # ctypes releases the GIL
     finally:
         _lock.release()

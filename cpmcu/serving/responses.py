@@ -69,9 +69,19 @@ class Reply:
 
         `tokens`: of all outputs, up to and including this chunk.
         """
-        if not (self.body.continuous_usage or self._forces_usage):
+        if not self.has_usage_so_far:
             return {}
         return {"usage": self.usage(generation, tokens).model_dump()}
+
+    @property
+    def has_usage(self) -> bool:
+        """True if a stream has `usage`."""
+        return bool(self.body.include_usage or self._forces_usage)
+
+    @property
+    def has_usage_so_far(self) -> bool:
+        """True if every chunk of a stream has `usage`."""
+        return bool(self.body.continuous_usage or self._forces_usage)
 
     @property
     def _forces_usage(self) -> bool:
@@ -95,7 +105,7 @@ class Reply:
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
         """Returns the last event, with usage and metrics as requested, or None."""
         more: dict[str, Any] = {}
-        if self.body.include_usage or self._forces_usage:
+        if self.has_usage:
             more["usage"] = usage.model_dump()
         if self.wants_metrics:
             more["metrics"] = metrics_of([request.output() for request in generation.requests])

@@ -1,8 +1,7 @@
-"""The server process: socket, event loop, loading thread and graceful shutdown."""
+"""The server process: socket, loading thread, imports beside it, and the end."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
@@ -10,73 +9,110 @@ import signal
 import socket
 import sys
 import threading
-import time
-
-import uvicorn
+from concurrent.futures import Future
 
 from cpmcu.config import EngineConfig
 from cpmcu.errors import sentence
+from cpmcu.loading import exiting
 from cpmcu.serving import logs
-from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.connection import with_deadlines
-from cpmcu.serving.service import Service
+from cpmcu.serving.model import Model
 
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so the client closes first
+_HEAD_START_SECONDS = 1.0  # more only where files come from a network
 SWITCH_SECONDS = 0.0005
-_LAST_WORDS_SECONDS = 5.0  # time to send the responses that were aborted at the deadline
-_HASTY_SECONDS = 1.0  # the same after a second Ctrl-C
-_CUT_OFF_SECONDS = 0.5  # time to send errors to the requests still open
 
 
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serves until SIGTERM or Ctrl-C. Returns the exit status.
 
-    Both signals are ignored afterwards, so a second one cannot interrupt the exit. Raises OSError
-    if the server cannot listen on the address, and the exceptions of ServerConfig.keys.
+    The web framework is imported while weights are read. Both signals are ignored afterwards, so a
+    second one cannot interrupt the exit. Raises OSError if the server cannot listen on the address,
+    ImportError if a package is missing, and the exceptions of ServerConfig.keys.
     """
-    # Limits the time that the engine's thread waits for the GIL while the event loop holds it.
+    # Limits the time that the engine's thread waits for the GIL while another thread holds it.
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
-    server = make_server(Service(engine_config, config))
-    for number in _SIGNALS:  # uvicorn's own handlers cover only a part of the run
-        signal.signal(number, server.handle_exit)
-    loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
+    config.keys()  # a file that cannot be read ends the program before anything else
+    listener = listen(config.host, config.port)
+    gc.disable()  # imports leave little garbage, and collections would take 0.1 s of the start
+    loading: Future[Model] = Future()
+    reads_weights = threading.Event()
+    thread = threading.Thread(
+        target=_load,
+        args=(loading, reads_weights, engine_config, config),
+        name="cpmcu-load",
+        daemon=True,
+    )
+    status = 0
     try:
-        listener = listen(config.host, config.port)
-        loader.start()
-        server.run(sockets=[listener])
+        thread.start()
+        # Until it reads weights, the thread needs the GIL, as imports do.
+        reads_weights.wait(_HEAD_START_SECONDS)
+        status = _serve(listener, loading, engine_config, config)
+    except SystemExit as leaving:  # a signal before the event loop ran
+        status = leaving.code if isinstance(leaving.code, int) else 1
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        server.service.close()
-    status = 1 if server.failed else 0
-    if loader.is_alive():  # the thread cannot be stopped and must not outlive the interpreter
+    if thread.is_alive():  # the thread cannot be stopped and must not outlive the interpreter
         logging.shutdown()
         os._exit(status)
     return status
 
 
-def make_server(service: Service) -> Server:
-    """Creates the server of a service, which may still be loading.
+def _load(
+    loading: Future[Model],
+    reads_weights: threading.Event,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+) -> None:
+    """Loads the model, on its own thread. Logs why it cannot be loaded."""
+    try:
+        with exiting.waited_for():
+            model = Model.load(engine_config, config, lambda llm: reads_weights.set())
+    except Exception as error:
+        shown = error if os.environ.get("CPMCU_DEBUG") else None
+        logger.error("the model cannot be loaded: %s", sentence(error), exc_info=shown)
+        loading.set_exception(error)
+    else:
+        loading.set_result(model)
+    finally:
+        reads_weights.set()
 
-    Raises the exceptions of ServerConfig.keys.
-    """
-    config = service.config
-    uvicorn_config = uvicorn.Config(
-        create_app(service),
-        http=with_deadlines(config.header_timeout, config.body_timeout),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 2,
-    )
-    return Server(uvicorn_config, service)
+
+def _serve(
+    listener: socket.socket,
+    loading: Future[Model],
+    engine_config: EngineConfig,
+    config: ServerConfig,
+) -> int:
+    """Builds the application and serves, with the model as soon as it is loaded."""
+    if _has_failed(loading):
+        return 1
+    from cpmcu.serving.http_server import make_server  # takes 0.6 s
+    from cpmcu.serving.service import Service
+
+    server = make_server(Service(engine_config, config))
+    gc.freeze()  # keeps later collections, which hold the GIL, short
+    gc.enable()
+    try:
+        for number in _SIGNALS:  # uvicorn's own handlers cover only a part of the run
+            signal.signal(number, server.handle_exit)
+        loading.add_done_callback(server.loaded)
+        if not server.should_exit:
+            server.run(sockets=[listener])
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        server.service.close()
+    return 1 if _has_failed(loading) else 0
+
+
+def _has_failed(loading: Future[Model]) -> bool:
+    return loading.done() and loading.exception() is not None
 
 
 _TRY = (
@@ -102,63 +138,3 @@ def listen(host: str, port: int) -> socket.socket:
     logger.info("listening on %s", address)
     logger.info("to try: curl %s%s", address, _TRY)
     return listener
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server with a shutdown deadline for requests. It stops if loading fails."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self.failed = False
-        self.service = service
-
-    def load(self) -> None:
-        """Loads the model. Runs on its own thread."""
-        try:
-            self.service.load()
-            # Frozen objects keep later collections, which hold the GIL, short.
-            gc.collect()
-            gc.freeze()
-        except Exception as error:
-            debug = bool(os.environ.get("CPMCU_DEBUG"))
-            shown = error if debug else None
-            logger.error("the model cannot be loaded: %s", sentence(error), exc_info=shown)
-            self.failed = True
-            self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts no new requests and waits for the open ones until the deadline."""
-        self.service.stop()
-        logger.info(
-            "stopping: open requests have %g s to finish", self.service.config.shutdown_timeout
-        )
-        ending = asyncio.create_task(self._end_requests())
-        try:
-            await super().shutdown(sockets)
-            if self.force_exit:  # after a second Ctrl-C uvicorn does not wait
-                await ending
-        finally:
-            ending.cancel()
-            self.service.cancel_all()
-
-    async def _end_requests(self) -> None:
-        """Ends open requests at the deadline or after a second Ctrl-C.
-
-        A generating request ends with finish reason "abort". Any other, such as one whose body is
-        incomplete, gets a 503. A connection that cannot be written to is closed.
-        """
-        tasks, connections = self.server_state.tasks, self.server_state.connections
-        deadline = time.monotonic() + self.service.config.shutdown_timeout
-        while time.monotonic() < deadline and not self.force_exit:
-            await asyncio.sleep(0.05)
-        self.service.cancel_all()
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        hasty = time.monotonic() + _HASTY_SECONDS
-        while connections and time.monotonic() < (hasty if self.force_exit else deadline):
-            await asyncio.sleep(0.05)
-        for task in list(tasks):
-            task.cancel()
-        if tasks:
-            await asyncio.wait(list(tasks), timeout=_CUT_OFF_SECONDS)
-        for connection in list(connections):
-            connection.transport.abort()

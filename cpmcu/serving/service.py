@@ -1,29 +1,19 @@
-"""The model behind the routes: loading, admission, and the end of requests at shutdown."""
+"""The model behind the routes: admission, and the end of requests at shutdown."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cpmcu.chat_template import ChatTemplate
 from cpmcu.config import EngineConfig
 from cpmcu.engine.runner import EngineLoad
-from cpmcu.llm import LLM
-from cpmcu.loading.progress import LogProgress
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
-from cpmcu.serving.reasoning_parsers.base import ReasoningParser
-from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
+from cpmcu.serving.model import Model, model_root, served_names
 from cpmcu.serving.response_store import ResponseStore
-from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.serving.workers import Workers
-from cpmcu.shipped import shipped_model
-from cpmcu.verification import is_lossy
 
 if TYPE_CHECKING:
     from cpmcu.serving.generation import Generation
@@ -33,49 +23,14 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
 
 
-class Progress(LogProgress):
-    """Logs the progress of loading every few seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._total = 0
-        self._next = 0.0
-
-    def start(self, total_bytes: int, what: str) -> None:
-        """Starts a new progress of `total_bytes`."""
-        super().start(total_bytes, what)
-        self._total, self._next = total_bytes, time.monotonic() + 2.0
-
-    def update(self, done_bytes: int) -> None:
-        """Logs the percentage if two seconds have passed since the last line."""
-        super().update(done_bytes)
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + 2.0
-            logger.info("loading: %.0f%%", 100 * done_bytes / max(self._total, 1))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """A loaded model with its chat template and output parsers."""
-
-    llm: LLM
-    template: ChatTemplate | None
-    reasoning_parser: type[ReasoningParser] | None
-    tool_format: ToolFormat | None
-    token_texts: TokenTexts
-
-
 class Service:
-    """The model of all requests. Only `load` may run off the event loop's thread."""
+    """The model of all requests. Only `load` and `take` may run off the event loop's thread."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self.config = config
         self.created = int(time.time())
-        given = engine_config.model
-        self.root = name = str(shipped_model()) if given is None else given
-        # The last part of the path or repository name, and the whole of it.
-        own = (Path(name).name,) if given is None else (Path(name).name or name, name)
-        self.names = tuple(dict.fromkeys(config.served_model_name or own))
+        self.root = model_root(engine_config)
+        self.names = served_names(engine_config, config)
         self.verify_strategy = engine_config.speculation.strategy
         self.metrics = Metrics(
             self.names[0], self._load_of_engine, self._cache_config, self.verify_strategy
@@ -90,54 +45,12 @@ class Service:
     # ---- life
 
     def load(self) -> None:
-        """Loads the model. Slow, so it runs on its own thread.
+        """Loads the model. Slow. Raises the exceptions of `Model.load`."""
+        self.take(Model.load(self._engine_config, self.config))
 
-        Raises the exceptions of LLM. If the chat template cannot be read or compiled, raises
-        OSError or ValueError before loading the model.
-        """
-        start = time.perf_counter()
-        own = self._own_template()
-        llm = LLM(progress=Progress(), **dataclasses.asdict(self._engine_config))
-        try:
-            template = llm.chat_template
-            if own is not None:
-                template = ChatTemplate(own, llm.tokenizer.special_tokens)
-            source, tool_source = (
-                (None, None) if template is None else (template.source, template.tool_source)
-            )
-            config = self.config
-            self._model = Model(
-                llm,
-                template,
-                find_reasoning_parser(config.reasoning_parser, source),
-                find_tool_format(config.tool_call_parser, tool_source),
-                TokenTexts(llm.tokenizer),
-            )
-        except Exception:
-            llm.close()
-            raise
-        lossy = f" (lossy: {self.verify_strategy})" if is_lossy(self.verify_strategy) else ""
-        logger.info(
-            "%s is ready after %.1f s: %d slots, at most %d tokens a sequence, %s, %.2f GB",
-            self.names[0],
-            time.perf_counter() - start,
-            llm.config.max_num_seqs,
-            llm.max_length,
-            f"draft {llm.draft_spec.method}{lossy}" if llm.draft_spec else "no draft",
-            sum(row["bytes"] for row in llm.memory_plan()) / 1e9,
-        )
-
-    def _own_template(self) -> str | None:
-        """Returns the source of --chat-template after compiling it once; None without the flag."""
-        path = self.config.chat_template
-        if path is None:
-            return None
-        try:
-            source = Path(path).read_text("utf-8")
-            ChatTemplate(source, {})
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        return source
+    def take(self, model: Model) -> None:
+        """Makes `model` the one that answers requests."""
+        self._model = model
 
     def close(self) -> None:
         """Frees the model."""

@@ -1,4 +1,4 @@
-"""Converts single tokens to bytes and text, for log-probabilities.
+"""Converts single tokens to bytes and text, for log-probabilities and counts of tokens.
 
 The bytes of a token may be a part of a character. So they are computed from the token's spelling
 in the vocabulary, which is byte-level (GPT-2's letters for bytes) or SentencePiece's.
@@ -6,11 +6,14 @@ in the vocabulary, which is byte-level (GPT-2's letters for bytes) or SentencePi
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Sequence
 
 from cpmcu.tokenizer import Tokenizer
 
+_SOUGHT_BYTES = 256  # of a text that grows; then its place in the output is known
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -70,13 +73,40 @@ def byte_letters() -> dict[str, int]:
 
 def tokens_up_to(texts: TokenTexts, tokens: Sequence[int], text: str) -> int:
     """Returns the number of tokens of an output up to the end of `text`; 0 for no text."""
-    if not text:
-        return 0
-    sought = text.encode()
-    pieces = [texts.bytes_of(token) for token in tokens]
-    left = max(b"".join(pieces).find(sought), 0) + len(sought)
-    for count, piece in enumerate(pieces, 1):
-        left -= len(piece)
-        if left <= 0:
-            return count
-    return len(pieces)
+    counter = TokensUpTo(texts)
+    counter.add(tokens, text)
+    return counter.count
+
+
+class TokensUpTo:
+    """Counts the tokens of an output up to the end of a text within it, while both grow."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._ends: list[int] = []  # of each token, in bytes of the output
+        self._output = self._text = b""  # their beginnings, as long as they are needed
+        self._begin = 0  # of the text
+        self._length = 0
+
+    def add(self, tokens: Sequence[int], text: str) -> None:
+        """Adds tokens of the output, and what the text has grown by."""
+        seeks = len(self._text) < _SOUGHT_BYTES
+        pieces = [self._texts.bytes_of(token) for token in tokens]
+        last = self._ends[-1] if self._ends else 0
+        self._ends += [last + end for end in itertools.accumulate(map(len, pieces))]
+        if seeks:
+            self._output += b"".join(pieces)
+        if text:
+            more = text.encode()
+            self._length += len(more)
+            if seeks:
+                self._text += more
+                self._begin = max(self._output.find(self._text), 0)
+
+    @property
+    def count(self) -> int:
+        """The number of tokens; 0 for no text."""
+        if not self._length:
+            return 0
+        whole = bisect.bisect_left(self._ends, self._begin + self._length)
+        return min(whole + 1, len(self._ends))

@@ -230,10 +230,11 @@ void* allocate_pinned(Device device, int64_t bytes) {
 }
 
 void* allocate_pinned_large(Device device, int64_t bytes) {
-  constexpr int64_t kHugePage = 2 << 20;
-  const auto size = static_cast<size_t>((bytes + kHugePage - 1) / kHugePage * kHugePage);
-  void* data = std::aligned_alloc(kHugePage, size);
-  if (data == nullptr) {
+  // Only the beginning is aligned to huge pages: the size is not rounded up to them.
+  constexpr int64_t kPage = 4 << 10, kHugePage = 2 << 20;
+  const auto size = static_cast<size_t>((bytes + kPage - 1) / kPage * kPage);
+  void* data = nullptr;
+  if (posix_memalign(&data, bytes < kHugePage ? kPage : kHugePage, size) != 0) {
     throw Error(ErrorKind::kMemory, format("the system has no {} bytes of host memory", bytes));
   }
   ++num_allocations;

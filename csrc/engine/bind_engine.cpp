@@ -275,14 +275,17 @@ py::memoryview view_of(const HostBlocks& blocks, int block) {
 
 void bind_host_blocks(py::module_& m) {
   py::class_<HostBlocks>(m, "HostBlocks", "Pinned host memory in blocks of one size.")
-      .def(py::init([](const Engine& e, int64_t block_bytes, int blocks_per_segment) {
-             return std::make_unique<HostBlocks>(e.device(), block_bytes, blocks_per_segment);
+      .def(py::init([](const Engine& e, int64_t block_bytes, int blocks_per_segment, int most) {
+             return std::make_unique<HostBlocks>(e.device(), block_bytes, blocks_per_segment, most);
            }),
-           py::arg("engine"), py::arg("block_bytes"), py::arg("blocks_per_segment"))
-      .def("grow", &HostBlocks::grow, NoGil(),
-           "Takes one segment more; the number of blocks. From any thread. MemoryError if there is "
-           "none.")
+           py::arg("engine"), py::arg("block_bytes"), py::arg("blocks_per_segment"),
+           py::arg("most_blocks"))
+      .def(
+          "grow", &HostBlocks::grow, NoGil(),
+          "Takes one segment more, up to `most_blocks`; the number of blocks. From any thread, but "
+          "not from two at a time. MemoryError if there is none.")
       .def_property_readonly("num_blocks", &HostBlocks::num_blocks)
+      .def_property_readonly("num_bytes", &HostBlocks::num_bytes, "Bytes taken from the system.")
       .def("view", &view_of, py::arg("block"), py::keep_alive<0, 1>(),
            "The bytes of a block, writable.");
 }
@@ -446,7 +449,7 @@ void bind_engine(py::module_& m) {
   m.attr("MAX_TREE_SIZE") = kMaxTreeSize;
   m.attr("MAX_LOGPROBS") = kMaxLogprobs;
   m.attr("MAX_TOKEN_ID") = std::numeric_limits<int>::max();
-  m.def("device_count", &device_count,
+  m.def("device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build.");
   m.def("device_info", &device_facts, py::arg("index"),
         "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version.");

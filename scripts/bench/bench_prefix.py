@@ -105,7 +105,7 @@ class Bench:
         def measure(engine: Any) -> float:
             from cpmcu import C
 
-            blocks = C.HostBlocks(engine, engine.page_bytes, num_pages)
+            blocks = C.HostBlocks(engine, engine.page_bytes, num_pages, num_pages)
             blocks.grow()
             slot = engine.add_sequence(C.SamplingConfig(max_tokens=1), [1])
             engine.reserve(slot, num_pages * PAGE)

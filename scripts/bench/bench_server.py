@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import http.client
 import itertools
 import json
@@ -31,6 +32,7 @@ from cpmcu import LLM, SamplingParams
 from cpmcu.benchmarks.speculation import has_draft
 from cpmcu.config import EngineConfig
 from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
+from cpmcu.errors import sentence
 from cpmcu.flags import FlagParser
 
 PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\nimport sys\n'
@@ -157,14 +159,17 @@ def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
     """Starts a server as `python -m cpmcu.server` does. Returns (engine, port)."""
     from cpmcu.serving import runtime
     from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.http_server import make_server
     from cpmcu.serving.service import Service
 
     sys.setswitchinterval(runtime.SWITCH_SECONDS)
     service = Service(config, ServerConfig())
-    server = runtime.make_server(service)
-    server.load()
-    if server.failed:
-        raise SystemExit(1)  # the log says why
+    try:
+        service.load()
+    except Exception as error:
+        raise SystemExit(f"the model cannot be loaded: {sentence(error)}") from error
+    server = make_server(service)
+    gc.freeze()
     listener = runtime.listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

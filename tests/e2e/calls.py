@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -49,14 +51,57 @@ def run_server(*flags: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
+# Packages of npm that tests install if node has not got them.
+INSTALLED = {
+    "ai": "6.0.326",
+    "@ai-sdk/anthropic": "3.0.140",
+    "@ai-sdk/openai": "3.0.141",
+    "openai": "6.49.0",
+    "zod": "4.6.7",
+}
+_FOLDER = Path(__file__).parents[2] / "build" / "node"
+
+
 def node_modules(*packages: str) -> str:
-    """Returns the folder of npm's packages; skips the test if node has not all of these."""
-    places = [os.environ.get("NODE_PATH", "")]
-    if shutil.which("node") and shutil.which("npm"):
-        done = subprocess.run(["npm", "root", "-g"], capture_output=True, text=True)
-        places.append(done.stdout.strip())
-        for place in filter(None, places):
-            if all((Path(place) / package).is_dir() for package in packages):
-                return place
+    """Returns a folder of npm's packages; skips the test if some of these are missing.
+
+    INSTALLED is installed into build/node once. Without a package index the test is skipped.
+    """
     names = " ".join(packages)
-    pytest.skip(f"node has not the packages {names}: npm install -g {names}, or set NODE_PATH")
+    if not shutil.which("node") or not shutil.which("npm"):
+        pytest.skip(f"needs node and npm, and of npm {names}")
+    done = subprocess.run(["npm", "root", "-g"], capture_output=True, text=True)
+    for place in (os.environ.get("NODE_PATH", ""), done.stdout.strip()):
+        if place and all((Path(place) / package).is_dir() for package in packages):
+            return place
+    if not set(packages) <= set(INSTALLED):
+        pytest.skip(f"node has not the packages {names}: npm install -g {names}, or set NODE_PATH")
+    if error := _install():
+        pytest.skip(f"npm cannot install {names}: {error}")
+    return str(_FOLDER / "node_modules")
+
+
+def _install() -> str:
+    """Installs INSTALLED. Returns why it failed, else ""; a failure counts for ten minutes."""
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    wanted = [f"{name}@{version}" for name, version in INSTALLED.items()]
+    command = ["npm", "install", "--prefix", str(_FOLDER), "--no-audit", "--no-fund", *wanted]
+    command += ["--no-save", "--ignore-scripts", "--fetch-retries=0", "--fetch-timeout=20000"]
+    result = _FOLDER / "installed"  # what is installed, or why it is not
+    with (_FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the tests of other workers wait
+        known = result.read_text() if result.exists() else ""
+        if known == " ".join(wanted):
+            return ""
+        if known.startswith("error: ") and time.time() - result.stat().st_mtime < 600:
+            return known
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            result.write_text(" ".join(wanted))
+        except subprocess.TimeoutExpired:
+            result.write_text("error: it takes more than 120 s")
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.strip().splitlines() or ["no message"]
+            result.write_text(f"error: {lines[0]}")
+        text = result.read_text()
+        return text if text.startswith("error: ") else ""

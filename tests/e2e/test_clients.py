@@ -1,6 +1,7 @@
 """Client libraries with their usual programs: the server accepts all their requests.
 
-Each is skipped where it is missing (`pip install 'cpmcu[clients]'`; `npm install openai`).
+Each is skipped where it is missing (`pip install 'cpmcu[clients]'`). npm's packages are
+installed into build/node.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 from cpmcu.config import EngineConfig
 from cpmcu.serving import runtime
 from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.http_server import Server, make_server
 from cpmcu.serving.service import Service
 
 BODY = b'{"prompt": "x"}'
@@ -22,9 +23,9 @@ GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(**options: object) -> Iterator[tuple[runtime.Server, tuple[str, int]]]:
+def serving(**options: object) -> Iterator[tuple[Server, tuple[str, int]]]:
     """The server as `python -m cpmcu.server` runs it, without its model, and its address."""
-    server = runtime.make_server(Service(EngineConfig(device="cpu"), ServerConfig(**options)))
+    server = make_server(Service(EngineConfig(device="cpu"), ServerConfig(**options)))
     listener = runtime.listen(server.service.config.host, 0)
     address = listener.getsockname()[:2]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -1,6 +1,6 @@
 """Other clients of /v1/messages. Each is skipped where it is missing.
 
-`pip install 'cpmcu[clients]'`; `npm install -g ai @ai-sdk/anthropic`, or NODE_PATH.
+`pip install 'cpmcu[clients]'`; npm's packages are installed into build/node.
 """
 
 from __future__ import annotations

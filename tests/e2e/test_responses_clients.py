@@ -248,7 +248,8 @@ const { generateText, streamText, stepCountIs, tool } = require("ai");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { z } = require("zod");
 const [url, call, think, story] = process.argv.slice(2);
-const model = createOpenAI({ baseURL: url, apiKey: "none" }).responses("scripted");
+const provider = createOpenAI({ baseURL: url, apiKey: "none" });
+const model = provider.responses("scripted");
 const tools = {
   add: tool({ inputSchema: z.object({ a: z.number(), b: z.string() }), execute: async () => "1" }),
   sub: tool({ inputSchema: z.object({}), execute: async () => story }),
@@ -266,6 +267,11 @@ const tools = {
                     { role: "user", content: story }];
   found.second = (await generateText({ ...ask, messages })).text;
   found.reason = (await generateText({ ...ask, prompt: think, maxOutputTokens: 5 })).finishReason;
+  const chat = { model: provider.chat("scripted"), temperature: 0 };
+  found.chat = (await generateText({ ...agent, ...chat, prompt: call })).text;
+  const told = streamText({ ...chat, prompt: think });
+  found.told = await told.text;
+  found.thought = (await told.usage).outputTokenDetails.reasoningTokens;
   console.log(JSON.stringify(found));
 })();
 """
@@ -284,9 +290,13 @@ def test_ai_sdk(scripted, tmp_path):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    found = json.loads(done.stdout)
+    assert 10 < found.pop("thought") < 60
+    assert found == {
         "agent": SCRIPTS["story"],
         "streamed": "Four, 四.",
         "second": SCRIPTS["story"],
         "reason": "length",
+        "chat": SCRIPTS["story"],
+        "told": "Four, 四.",
     }

@@ -102,6 +102,25 @@ def test_reasoning_is_separated_from_content(scripted):
     assert (content, reasoning, finish) == (message.content, message.reasoning_content, "stop")
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tokens_of_reasoning(scripted, choices):
+    body = {"model": "scripted", "input": cue("think"), "temperature": 0}
+    same = scripted.post("/v1/responses", body).json()["usage"]["output_tokens_details"]
+    whole = ask(scripted, "think", n=choices).usage
+    assert whole.completion_tokens_details.reasoning_tokens == choices * same["reasoning_tokens"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for hidden in (False, True):  # hidden reasoning costs as much
+        fields = {"extra_body": {"include_reasoning": not hidden}, "n": choices}
+        chunks = list(ask(scripted, "think", stream=True, stream_options=options, **fields))
+        assert chunks[-1].usage.completion_tokens_details == whole.completion_tokens_details
+        counts = [chunk.usage.completion_tokens_details.reasoning_tokens for chunk in chunks]
+        assert counts[0] == 0 and counts == sorted(counts)
+        assert len(set(counts)) > (1 if hidden else 3)
+    assert ask(scripted, "story").usage.completion_tokens_details.reasoning_tokens == 0
+    chunks = list(ask(scripted, "think", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == same["reasoning_tokens"]
+
+
 def test_thinking_that_the_prompt_began(scripted):
     begun = [{"role": "assistant", "content": "<think>\nOh, " + cue("muse")}]
     reply = scripted.client().chat.completions.create(

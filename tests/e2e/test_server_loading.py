@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.calls import CHAT, HELLO, error_of, run_server
+from tests.python_path import python_path
 
 
 def test_the_socket_opens_before_the_model_is_loaded(server):
@@ -28,6 +29,31 @@ def test_the_log_names_a_command_to_try(server):
     command = shlex.split(line.partition("to try: ")[2])
     done = subprocess.run([*command, "--silent"], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_the_model_loads_while_the_web_framework_is_imported(tmp_path):
+    (tmp_path / "fastapi.py").write_text(
+        "import os, signal, threading, time\n"
+        "for _ in range(3000):\n"
+        "    if all(each.name != 'cpmcu-load' for each in threading.enumerate()):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.01)\n"
+    )
+    found = run_server("--port", "0", "--device", "cpu", PYTHONPATH=python_path(tmp_path))
+    assert found.returncode == 0
+    assert " is ready after " in found.stderr
+
+
+def test_a_missing_package(tmp_path):
+    """Found while the model loads: the process ends at once, in one sentence."""
+    error = "raise ImportError('No module named fastapi', name='fastapi')\n"
+    (tmp_path / "fastapi.py").write_text(error)
+    found = run_server("--port", "0", "--device", "cpu", PYTHONPATH=python_path(tmp_path))
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert (
+        "cpmcu.server: the server needs the package 'fastapi': pip install 'cpmcu[server]'\n"
+    ) in found.stderr
 
 
 def test_loading(tmp_path):
@@ -71,7 +97,7 @@ def test_files_that_are_not_there():
 def test_a_model_that_cannot_be_loaded():
     found = run_server("--model", "/nowhere", "--port", "0")
     assert found.returncode == 1
-    assert "the model cannot be loaded" in found.stderr
+    assert found.stderr.count("the model cannot be loaded") == 1
     assert "Traceback" not in found.stderr
 
 
@@ -86,4 +112,5 @@ def test_wrong_flags(server):
         assert message in found.stderr
     found = run_server("--port", str(server.port))
     assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].startswith("cpmcu.server: cannot listen on 127.0.0.1")
+    (line,) = found.stderr.splitlines()  # nothing has been loaded
+    assert line.startswith("cpmcu.server: cannot listen on 127.0.0.1")

@@ -101,7 +101,7 @@ def test_stopping_while_the_program_starts(number, tmp_path):
         "finally:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    found = run_server("--port", "0", PYTHONPATH=python_path(tmp_path))
+    found = run_server("--port", "0", "--log-level", "error", PYTHONPATH=python_path(tmp_path))
     assert (found.returncode, found.stderr) == (0, "")
 
 

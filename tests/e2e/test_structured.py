@@ -116,6 +116,9 @@ PAIR = {  # pydantic's schema of nested models and of a recursive model
 }
 
 
+ENDLESS = {"name": "endless", "schema": {"$ref": "#"}}
+
+
 def pair_tool(name: str, **changes: object) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": {**PAIR, **changes}}}
 
@@ -194,6 +197,10 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, ser
                 "tool_choice": "required",
             },
             "json schema of tool_1 cannot be used: .*/definitions/Rest",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": ENDLESS}},
+            "json schema cannot be used: a .* is .*#.*, which leads back to itself, expected a",
         ),
         ({"extra_body": {"guided_regex": "a("}}, "regex cannot be used"),
         ({"extra_body": {"guided_regex": ""}}, "guided_regex"),

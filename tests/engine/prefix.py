@@ -68,7 +68,7 @@ class Watched(PrefixCache):
         from cpmcu import C
 
         super().__init__(engine, PAGE, **options)
-        self._room = C.HostBlocks(engine, engine.page_bytes, 1)
+        self._room = C.HostBlocks(engine, engine.page_bytes, 1, 1)
         self._room.grow()
         self._sums: dict[int, tuple[Entry, int]] = {}  # page -> what it must hold
 

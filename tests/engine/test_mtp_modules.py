@@ -113,7 +113,7 @@ class Slot:
         from cpmcu import C
 
         engine, pages = self.engine, []
-        room = C.HostBlocks(engine, engine.page_bytes, 1)
+        room = C.HostBlocks(engine, engine.page_bytes, 1, 1)
         room.grow()
         for page in engine.slot_pages(self.slot):
             engine.save_pages([page], room, [0])

@@ -344,6 +344,52 @@ def test_no_host_memory_is_taken_ahead_while_a_disk_is_read(
     tier.close()
 
 
+@pytest.mark.parametrize("in_threads", [False, True])
+@pytest.mark.parametrize(("limit", "segment"), [(1, 4), (5, 8), (7, 3), (40, 16)])
+def test_host_memory_stays_within_its_limit(
+    models: Models, monkeypatch: pytest.MonkeyPatch, limit: int, segment: int, in_threads: bool
+) -> None:
+    """The last segment is smaller if the limit is not a multiple of a segment."""
+    engine = models.engine("llama", None)
+    monkeypatch.setattr(host, "SEGMENT_BYTES", segment * engine.page_bytes)
+    limit_bytes = limit * engine.page_bytes + engine.page_bytes // 2
+    tier = host.HostTier(engine, engine.page_bytes, limit_bytes)
+    tier._in_threads = in_threads  # as on a GPU
+    for _ in range(2):
+        blocks = []
+        while (block := tier.take()) >= 0:
+            blocks.append(block)
+            tier.view(block)[:] = bytes([block]) * engine.page_bytes
+            assert tier.num_bytes <= limit_bytes
+        assert sorted(blocks) == list(range(limit))
+        assert tier.num_bytes == limit * engine.page_bytes
+        for block in blocks:
+            assert bytes(tier.view(block)) == bytes([block]) * engine.page_bytes
+            tier.give(block)
+    tier.close()
+    assert tier.num_bytes == 0
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_host_memory_of_many_prompts(
+    models: Models, monkeypatch: pytest.MonkeyPatch, in_threads: bool
+) -> None:
+    """However many pages leave the device, they take no more host memory than allowed."""
+    engine = models.engine("llama", None, max_num_seqs=4, max_model_len=256)
+    monkeypatch.setattr(host, "SEGMENT_BYTES", 4 * engine.page_bytes)
+    host_bytes = 22 * engine.page_bytes
+    with running(engine, host_bytes=host_bytes) as (runner, cache):
+        cache._host._in_threads = in_threads
+        shared = random_ids(70, VOCAB, seed=1)
+        jobs = [Job(shared + random_ids(140, VOCAB, seed=2 + i), 4) for i in range(64)]
+        runner.submit(*(job.request for job in jobs))
+        for job in jobs:
+            assert job.wait() == models.plain("llama", job.request.prompt, 4)
+            assert cache._host.num_bytes <= host_bytes
+        assert cache.counters.evicted > 22
+        assert cache._host.num_bytes == host_bytes  # all of it is used
+
+
 def running_kept(engine: Any, **options: Any) -> Any:
     """Like `running`, but the pages on disk stay there."""
     import contextlib

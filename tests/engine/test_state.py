@@ -81,7 +81,7 @@ def test_copies_are_known_until_they_are_waited_for(models: Models) -> None:
     from cpmcu import C
 
     engine = engine_of(models, None, **FEW)
-    blocks = C.HostBlocks(engine, engine.page_bytes, 1)
+    blocks = C.HostBlocks(engine, engine.page_bytes, 1, 1)
     blocks.grow()
     (page,) = engine.take_pages(1)
     assert not engine.has_copies

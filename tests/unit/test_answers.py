@@ -11,6 +11,7 @@ from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.tags import held_back
+from cpmcu.serving.tool_parsers.calls import Tools
 from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.serving.tool_parsers.hermes import HermesParser
 
@@ -99,26 +100,61 @@ def test_only_one_call(cuts):
     assert parsed(parser, pieces(HERMES * 3, cuts))[2] == [F]
 
 
+TWO: Tools = {"f": {}, "g": {}}
+
+
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))
 def test_forced_calls(cuts):
     calls = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
-    found = parsed(AnswerParser(None, ForcedCalls(None)), pieces(calls, cuts))
+    found = parsed(AnswerParser(None, ForcedCalls(None, TWO)), pieces(calls, cuts))
     assert found == ("", "", [("f", {"a": 1}), ("g", {})])
-    found = parsed(AnswerParser(None, ForcedCalls("h")), pieces('{"b": 2}', cuts))
+    found = parsed(AnswerParser(None, ForcedCalls("h", {"h": {}})), pieces('{"b": 2}', cuts))
     assert found == ("", "", [("h", {"b": 2})])
-    found = parsed(AnswerParser(ThinkParser(), ForcedCalls("h")), pieces("<think>cut", cuts))
-    assert found == ("cut", "", [])
-    for wrong in ('[{"name": "f", "para', "[" * 3000, "", "no"):
-        found = parsed(AnswerParser(None, ForcedCalls(None)), pieces(wrong, cuts))
+    thinking = AnswerParser(ThinkParser(), ForcedCalls("h", {"h": {}}))
+    assert parsed(thinking, pieces("<think>cut", cuts)) == ("cut", "", [])
+    for wrong in ("[" * 3000, "", "no", '[{"a": 1}]'):
+        found = parsed(AnswerParser(None, ForcedCalls(None, TWO)), pieces(wrong, cuts))
         assert found == ("", wrong, [])
 
 
-def test_a_forced_call_that_is_cut_off():
-    """Its arguments are what came, so they are not JSON."""
-    found = parsed(AnswerParser(None, ForcedCalls("h")), ['{"b": "c'])
+FIRST = '[{"name":"f","parameters":{"a":1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "calls"),
+    [
+        ("[", {"f": {}}, [("f", "")]),
+        ('[{"name":"', {"f": {}}, [("f", "")]),
+        ('[{"name":"', TWO, []),
+        ('[{"name":"g', TWO, [("g", "")]),
+        ('[{"name":"f', {"f": {}, "ff": {}}, []),
+        ('[{"name":"f"', {"f": {}, "ff": {}}, [("f", "")]),
+        ('[{"name":"f","para', TWO, [("f", "")]),
+        ('[{"name":"f","parameters":', TWO, [("f", "")]),
+        ('[{"name":"f","parameters":{"a', TWO, [("f", '{"a')]),
+        ('[{"name":"f","parameters":"a', TWO, [("f", '"a')]),
+        (
+            '[{"name":"f","parameters":[5]},{"name":"g","parameters":7}]',
+            TWO,
+            [("f", [5]), ("g", 7)],
+        ),
+        (FIRST[:-1], TWO, [("f", {"a": 1})]),
+        (FIRST + ",", {"f": {}}, [("f", {"a": 1})]),
+        (FIRST + ',{"name":"g', TWO, [("f", {"a": 1})]),
+        (FIRST + ',{"name":"g","parameters":{', TWO, [("f", {"a": 1}), ("g", "{")]),
+    ],
+)
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 60), max_size=5))
+def test_forced_calls_that_are_cut_off(text, tools, calls, cuts):
+    """Arguments are what came. A call counts as soon as its name is known."""
+    parser = AnswerParser(None, ForcedCalls(None, tools))
+    assert parsed(parser, pieces(text, cuts)) == ("", "", calls)
+
+
+def test_a_named_call_that_is_cut_off():
+    found = parsed(AnswerParser(None, ForcedCalls("h", {"h": {}})), ['{"b": "c'])
     assert found == ("", "", [("h", '{"b": "c')])
-    found = parsed(AnswerParser(None, ForcedCalls(None)), ['[{"name": "f", "parameters": {"a'])
-    assert found == ("", "", [("f", '{"a')])
 
 
 def test_held_back():

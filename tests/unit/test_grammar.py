@@ -98,6 +98,32 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
 
+PAIR = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+
+
+def endless(reference: str) -> str:
+    """The pattern of the error for a reference that leads back to itself."""
+    reason = (
+        f"\"[$]ref\" is '{reference.replace('$', '[$]')}', which leads back to itself, expected"
+    )
+    return f"^the json schema cannot be used: a {reason} a schema of values$"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {
+            "allOf": [{"$ref": "#/$defs/a"}],
+            "$defs": {"a": {"type": "array", "items": {"$ref": "#"}}},
+        },
+    ],
+)
+def test_schemas_of_recursive_values(compiler: GrammarCompiler, schema: dict):
+    assert not compiler.start(Grammar.json_schema(schema)).stopped
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -122,6 +148,19 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
             Grammar.json_schema({"$ref": "http://example.com/schema"}),
             "the json schema cannot be used: ",
         ),
+        (Grammar.json_schema({"$ref": "#"}), endless("#")),
+        (Grammar.composed("start: @f", {"f": Grammar.json_schema({"$ref": "#"})}), endless("#")),
+        (
+            Grammar.json_schema({"description": "x", "anyOf": [{"oneOf": [{"$ref": "#"}]}]}),
+            endless("#"),
+        ),
+        (Grammar.json_schema({"$ref": "#/$defs/a", "$defs": PAIR}), endless("#/$defs/[ab]")),
+        (
+            Grammar.json_schema({"type": "array", "minItems": 1, "items": {"$ref": "#/items"}}),
+            endless("#/items"),
+        ),
+        (Grammar.lark("start: a\na: start"), "^the lark cannot be used: no text matches it, expec"),
+        (Grammar.regex(r"[^\s\S]"), "^the regex cannot be used: no text matches it, expected"),
     ],
 )
 def test_unusable_grammars(compiler: GrammarCompiler, grammar: Grammar, message: str):

@@ -28,7 +28,9 @@ MEMBERS = {"text": ("text",), "thinking": ("thinking", "signature"), "tool_use":
 
 
 def parser(forced: str | None = None) -> AnswerParser:
-    return AnswerParser(ThinkParser(), ForcedCalls(forced) if forced else HermesParser({}))
+    return AnswerParser(
+        ThinkParser(), ForcedCalls(forced, {forced: {}}) if forced else HermesParser({})
+    )
 
 
 def built(events: list[dict]) -> list[dict]:

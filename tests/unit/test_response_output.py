@@ -11,7 +11,7 @@ from tokenizers_for_tests import byte_level, write_directory
 
 from cpmcu.serving.answers import Part
 from cpmcu.serving.response_output import ResponseOutput
-from cpmcu.serving.token_text import TokenTexts, tokens_up_to
+from cpmcu.serving.token_text import TokensUpTo, TokenTexts, tokens_up_to
 from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
 from cpmcu.tokenizer import Tokenizer
 
@@ -206,3 +206,15 @@ def test_tokens_of_reasoning(tmp_path):
     assert tokens_up_to(texts, tokens, "") == 0
     assert tokens_up_to(texts, tokens, whole) == len(tokens)
     assert tokens_up_to(texts, [], "a") == 0
+    for length in (1, 40):
+        thought = "we think 三 " * length
+        tokens = tokenizer.encode(f"<think>\n{thought}</think>", add_special_tokens=False)
+        counter, counts, size, given = TokensUpTo(texts), [], 0, ""
+        for token in tokens:  # a character comes with its last byte
+            size += len(texts.bytes_of(token))
+            begun = thought.encode()[: max(0, size - len("<think>\n"))].decode(errors="ignore")
+            counter.add([token], begun.removeprefix(given))
+            counts.append(counter.count)
+            given = begun
+        assert counts == sorted(counts) and len(set(counts)) > 5
+        assert counter.count == tokens_up_to(texts, tokens, thought)

@@ -24,9 +24,9 @@ from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.logprobs import Logprobs
-from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol import base, chat, completion, responses
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
+from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import find_tool_format
@@ -181,7 +181,7 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
     [(None, "No such file"), ("{% if %}", "t.jinja: the chat template is mal")],
 )
 def test_a_template_is_read_before_the_model_is_loaded(source, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("cpmcu.serving.service.LLM", None)
+    monkeypatch.setattr("cpmcu.serving.model.LLM", None)
     if source is not None:
         (tmp_path / "t.jinja").write_text(source)
     service = Service(EngineConfig(), ServerConfig(chat_template=str(tmp_path / "t.jinja")))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cpmcu.serving.protocol.base import PromptLogprob, UsageInfo
+from cpmcu.serving.protocol.base import ChatUsage, PromptLogprob
 from cpmcu.serving.protocol.chat import ChatResponse
 from cpmcu.serving.protocol.other import TokenizeResponse
 from cpmcu.serving.responses import written
@@ -20,7 +20,7 @@ SCORE = PromptLogprob(logprob=-1.0, rank=None, decoded_token="a")
             created=1,
             model="m",
             choices=[],
-            usage=UsageInfo(prompt_tokens=1, completion_tokens=0, total_tokens=1),
+            usage=ChatUsage(prompt_tokens=1, completion_tokens=0, total_tokens=1),
             prompt_logprobs=[None, {"5": SCORE}, {"6": SCORE, "7": SCORE}],
         ),
         TokenizeResponse(count=20000, max_model_len=1, tokens=list(range(20000)), token_strs=None),

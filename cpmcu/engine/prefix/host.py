@@ -44,13 +44,18 @@ class HostTier:
         if self.limit > 0:
             from cpmcu import C
 
-            self._blocks = C.HostBlocks(engine, block_bytes, self._per_segment)
+            self._blocks = C.HostBlocks(engine, block_bytes, self._per_segment, self.limit)
 
     @property
     def blocks(self) -> C.HostBlocks:
         """The host memory. Valid only if `limit` is above 0."""
         assert self._blocks is not None
         return self._blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken from the system, at most `limit_bytes`."""
+        return 0 if self._blocks is None else self._blocks.num_bytes
 
     @property
     def num_used(self) -> int:

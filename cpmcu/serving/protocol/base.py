@@ -392,6 +392,18 @@ class UsageInfo(ApiModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
+class CompletionTokensDetails(ApiModel):
+    """Tokens of the outputs up to the end of their reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class ChatUsage(UsageInfo):
+    """Token counts of a chat."""
+
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is invalid"},
     401: {"model": ErrorResponse, "description": "No valid API key"},

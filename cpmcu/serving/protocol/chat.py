@@ -12,11 +12,11 @@ from cpmcu.serving.errors import ApiError, unknown_part
 from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
     ApiModel,
+    ChatUsage,
     GenerationRequest,
     Items,
     PromptLogprobs,
     RequestModel,
-    UsageInfo,
 )
 
 
@@ -298,7 +298,7 @@ class ChatResponse(ApiModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageInfo
+    usage: ChatUsage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     metrics: dict[str, Any] | None = None

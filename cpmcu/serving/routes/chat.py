@@ -15,7 +15,7 @@ from cpmcu.serving.answers import AnswerParser, Part, metrics_of
 from cpmcu.serving.chat_job import ChatJob, prepare
 from cpmcu.serving.generation import PrefillProgress
 from cpmcu.serving.logprobs import entries, of_prompt
-from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.base import ERRORS, ChatUsage, CompletionTokensDetails
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -26,6 +26,7 @@ from cpmcu.serving.protocol.chat import (
     ToolCallPart,
 )
 from cpmcu.serving.responses import Reply, answer, service_of, written
+from cpmcu.serving.token_text import TokensUpTo
 
 router = APIRouter(tags=["generation"])
 
@@ -61,6 +62,7 @@ class _Chat:
         self._reply = reply
         self._body = body
         self._job = job
+        self._thoughts = [TokensUpTo(job.texts) for _ in job.generation.requests]
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> ChatResponse:
         """Returns the response as one object."""
@@ -70,7 +72,7 @@ class _Chat:
             created=reply.created,
             model=reply.model,
             choices=[self._choice(output) for output in outputs],
-            usage=reply.usage(generation),
+            usage=self._usage(),
             prompt_logprobs=of_prompt(
                 self._job.texts,
                 generation.requests[0].prompt_logprobs,
@@ -83,6 +85,7 @@ class _Chat:
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         parser = self._job.new_parser()
         part = parser.push(output.text, final=True)
+        self._thoughts[output.index].add(output.token_ids, part.reasoning)
         thought = part.reasoning if self._body.include_reasoning else ""
         content = None if part.calls and not part.content.strip() else part.content
         message = AnswerMessage(
@@ -117,12 +120,14 @@ class _Chat:
             if not begun[index]:  # not earlier: clients time the first token by it
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
-                usage = reply.usage_so_far(generation, tokens)
+                usage = self._usage_so_far(tokens)
                 yield reply.chunk([first], **usage, **self._prompt())
                 if self._body.echoed:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
+            if reply.has_usage and parsers[index].may_think:
+                self._thoughts[index].add(item.token_ids, part.reasoning)
             choice = _delta(index, self._fields(part))
             self._add_details(choice, item)
             if item.finish_reason is not None:
@@ -130,10 +135,20 @@ class _Chat:
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # the text is held back, and the chunk has no other content
-            yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
-        last = reply.last(generation, reply.usage(generation))
+            yield reply.chunk([choice], **self._usage_so_far(tokens))
+        last = reply.last(generation, self._usage())
         if last is not None:
             yield last
+
+    def _usage(self, tokens: int | None = None) -> ChatUsage:
+        """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
+        counts = dict(self._reply.usage(self._job.generation, tokens))
+        thought = sum(each.count for each in self._thoughts)
+        details = CompletionTokensDetails(reasoning_tokens=thought)
+        return ChatUsage(**counts, completion_tokens_details=details)
+
+    def _usage_so_far(self, tokens: int) -> dict[str, Any]:
+        return {"usage": self._usage(tokens).model_dump()} if self._reply.has_usage_so_far else {}
 
     def _prompt(self) -> dict[str, Any]:
         """Returns the prompt's members of a choice's first chunk, as requested."""

@@ -16,6 +16,7 @@ from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.logprobs import Logprobs, Scored, of_prompt, scored
+from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.completion import (
     CompletionChoice,
@@ -23,7 +24,7 @@ from cpmcu.serving.protocol.completion import (
     CompletionResponse,
 )
 from cpmcu.serving.responses import Reply, answer, service_of, written
-from cpmcu.serving.service import Model, Service
+from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["generation"])
 

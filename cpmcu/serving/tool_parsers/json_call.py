@@ -66,15 +66,15 @@ class JsonCallParser(ToolParser):
 
     def _head(self) -> Steps[str | None]:
         """Reads up to the first bracket of the arguments. None: the object has another order."""
-        if not (yield from self.literal("{")) or (yield from self._key()) != "name":
+        if not (yield from self.literal("{")) or (yield from self.key()) != "name":
             return None
         name = yield from self.json_string()
         yield from self.space()
-        if not (yield from self.literal(",")) or (yield from self._key()) not in _KEYS:
+        if not (yield from self.literal(",")) or (yield from self.key()) not in _KEYS:
             return None
         return name if (yield from self.peek()) == "{" else None
 
-    def _key(self) -> Steps[str | None]:
+    def key(self) -> Steps[str | None]:
         """Reads the key of a member, the colon, and white space around them."""
         yield from self.space()
         key = yield from self.json_string()
