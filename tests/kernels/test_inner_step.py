@@ -48,6 +48,7 @@ class Case:
             empty(device, (num_seqs + 1, max_path), "int32") for _ in range(2)
         )
         self.chain = empty(device, (num_seqs, num_tokens), "int32")
+        self.inner_counts = empty_structs(device, [num_seqs], ops.inner_counts_dtype)
 
     def accepted(self) -> Any:
         return ops.Accepted(
@@ -69,6 +70,7 @@ class Case:
                 vocab_size=VOCAB, accepted=ops.Accepted(**inner),
             ),
             stops=self.stops, rows=self.rows, slot_rows=self.slot_rows, chain=self.chain,
+            counts=self.inner_counts,
         )  # fmt: skip
 
     def extend(self, emitted: list[list[int]]) -> None:
@@ -87,8 +89,12 @@ class Case:
         )
         ops.extend_chain(
             context(self.device), seq_slots=put_ints(self.device, self.slots), accepted=accepted,
-            stops=self.stops, chain=self.chain,
+            stops=self.stops, chain=self.chain, counts=self.inner_counts,
         )  # fmt: skip
+
+    def counted(self) -> list[tuple[int, int]]:
+        """Inner steps that emitted tokens, and their tokens, of each sequence."""
+        return get_structs(self.inner_counts, ops.inner_counts_dtype).tolist()
 
     def stopped(self) -> Any:
         return get_structs(self.stops, ops.slot_stop_dtype).copy()
@@ -145,7 +151,9 @@ def test_chains_grow_until_they_are_complete(device: str, max_path: int, num_seq
     for num_tokens in draft_sizes(max_path):
         case = Case(device, num_seqs, max_path, num_tokens)
         case.begin()
+        assert set(case.counted()) == {(0, 0)}
         drafted = [[int(first)] for first in case.first]
+        steps = np.zeros(num_seqs, int)
         for _ in range(4):
             emitted = []
             for tokens in drafted:
@@ -154,6 +162,8 @@ def test_chains_grow_until_they_are_complete(device: str, max_path: int, num_seq
                 emitted.append(case.rng.integers(VOCAB, size=count).tolist())
                 tokens += emitted[-1]
             case.extend(emitted)
+            steps += [len(tokens) > 0 for tokens in emitted]
+            assert case.counted() == [(n, len(tokens) - 1) for n, tokens in zip(steps, drafted)]
             expected = [[*tokens, *[-1] * (num_tokens - len(tokens))] for tokens in drafted]
             assert case.chain.numpy().tolist() == expected
 
