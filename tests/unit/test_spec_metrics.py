@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
 
 from cpmcu.outputs import CompletionOutput, RequestOutput, Timings
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.metrics import Metrics
 from cpmcu.spec_metrics import AcceptanceCounter, SpecDecodeMetrics
 from cpmcu.ui.display import Display
 from cpmcu.ui.summary import summary_line, summary_sections
@@ -93,6 +95,12 @@ def test_inner_steps_of_a_hierarchical_draft():
     assert (both["mean_inner_acceptance_length"], both["num_inner_steps"]) == (7 / 3, 6)
     closing = summary_sections(RequestOutput([1], [output], 7))[-1].closing
     assert "inner accept length 2.33" in closing
+    served = Metrics("tiny", lambda: None, dict)
+    served.finished(output)
+    served.finished(output)
+    samples = served.render().decode()
+    assert re.search(r"^cpmcu:spec_decode_num_inner_steps_total{.*} 6.0$", samples, re.MULTILINE)
+    assert re.search(r"^cpmcu:spec_decode_num_inner_tokens_total{.*} 14.0$", samples, re.MULTILINE)
     assert not any("inner" in name for name in count(1, 4).to_dict())
 
 
