@@ -240,6 +240,10 @@ class SlotOutput:
         """With a drafter: the device ended the sequence."""
 
     @property
+    def inner(self) -> tuple[int, int]:
+        """Steps that the draft took itself, and the tokens that they emitted."""
+
+    @property
     def logprobs(self) -> list[float]:
         """One a token, if asked for."""
 

@@ -7,6 +7,9 @@ speculative step.
 
 Accepted tokens after the end of the output (a stop string, for example) count. If a grammar ends
 the output, later tokens do not count, since no grammar constrained them.
+
+A hierarchical draft is made by speculative steps of its own, "inner" ones. One that emits nothing,
+because the draft is complete already, does not count.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ class SpecDecodeMetrics:
     per_step_accepted: tuple[int, ...] | None = None  # None unless detailed metrics are on
     drafted: int | None = None  # tokens of all steps; None: K per step
     verify_strategy: str = TARGET_MATCH
+    num_inner_steps: int = 0
+    num_inner_tokens: int = 0  # that inner steps emitted
 
     @property
     def num_spec_steps(self) -> int:
@@ -52,6 +57,11 @@ class SpecDecodeMetrics:
         return 1 + self.num_accepted_draft_tokens / steps if steps else 0.0
 
     @property
+    def mean_inner_acceptance_length(self) -> float:
+        """Mean of the tokens emitted per inner step, the small model's own included."""
+        return self.num_inner_tokens / self.num_inner_steps if self.num_inner_steps else 0.0
+
+    @property
     def draft_acceptance_rate(self) -> float:
         """Accepted tokens / drafted tokens."""
         drafted = self.num_draft_tokens
@@ -66,7 +76,7 @@ class SpecDecodeMetrics:
     def to_dict(self) -> dict[str, Any]:
         """vLLM's fields; `per_step_accepted` only if detailed metrics are on.
 
-        A lossy verify strategy is named.
+        A lossy verify strategy is named. Inner steps are left out if there were none.
         """
         fields: dict[str, Any] = {
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -79,6 +89,11 @@ class SpecDecodeMetrics:
         }
         if self.per_step_accepted is not None:
             fields["per_step_accepted"] = list(self.per_step_accepted)
+        if self.num_inner_steps:
+            fields |= {
+                "mean_inner_acceptance_length": self.mean_inner_acceptance_length,
+                "num_inner_steps": self.num_inner_steps,
+            }
         if is_lossy(self.verify_strategy):
             fields |= {"verify_strategy": self.verify_strategy, "lossy": True}
         return fields
@@ -120,13 +135,19 @@ class AcceptanceCounter:
     ) -> None:
         self._histogram = [0] * (num_spec_tokens + 1)
         self._drafted = 0
+        self._inner_steps = self._inner_tokens = 0
         self._verify_strategy = verify_strategy
         self._per_step: list[int] | None = [] if detailed else None
 
-    def add(self, num_emitted: int, num_drafted: int) -> None:
-        """Adds a step. `num_emitted`: at least 1; `num_drafted`: longest path, 1 to K tokens."""
+    def add(self, num_emitted: int, num_drafted: int, inner: tuple[int, int] = (0, 0)) -> None:
+        """Adds a step. `num_emitted`: at least 1; `num_drafted`: longest path, 1 to K tokens.
+
+        `inner`: inner steps, and the tokens that they emitted.
+        """
         self._histogram[num_emitted - 1] += 1
         self._drafted += num_drafted
+        self._inner_steps += inner[0]
+        self._inner_tokens += inner[1]
         if self._per_step is not None:
             self._per_step.append(num_emitted - 1)
 
@@ -135,5 +156,11 @@ class AcceptanceCounter:
         steps = None if self._per_step is None else tuple(self._per_step)
         counts = tuple(self._histogram)
         return SpecDecodeMetrics(
-            len(counts) - 1, counts, steps, self._drafted, self._verify_strategy
+            len(counts) - 1,
+            counts,
+            steps,
+            self._drafted,
+            self._verify_strategy,
+            self._inner_steps,
+            self._inner_tokens,
         )

@@ -126,6 +126,7 @@ class DrafterRow:
     mean_accept_length: float  # the target's own token included; 1 without a draft
     acceptance_per_position: list[float]  # share of the steps that accepted it and those before
     tokens: int  # of all requests
+    inner_accept_length: float  # of a small model that a head drafts; 0 for other drafters
 
 
 def available(config: EngineConfig) -> dict[str, Mapping[str, Any]]:
@@ -202,10 +203,14 @@ def _fastest(llm: LLM, request: Request, tokens: int) -> CompletionOutput:
 
 def _row(name: str, kind: str, depth: int, outputs: list[CompletionOutput]) -> DrafterRow:
     histogram = [0] * (depth + 1)
+    inner_steps = inner_tokens = 0
     for output in outputs:
         metrics = output.spec_decode_metrics
         for accepted, steps in enumerate(metrics.acceptance_histogram if metrics else ()):
             histogram[accepted] += steps
+        if metrics:
+            inner_steps += metrics.num_inner_steps
+            inner_tokens += metrics.num_inner_tokens
     steps = sum(histogram)
     accepted = sum(count * length for length, count in enumerate(histogram))
     seconds = sum(output.timings.decode_s for output in outputs)
@@ -218,6 +223,7 @@ def _row(name: str, kind: str, depth: int, outputs: list[CompletionOutput]) -> D
         mean_accept_length=1 + accepted / max(steps, 1),
         acceptance_per_position=[sum(histogram[i:]) / max(steps, 1) for i in range(1, depth + 1)],
         tokens=tokens,
+        inner_accept_length=inner_tokens / max(inner_steps, 1),
     )
 
 
@@ -238,9 +244,12 @@ def drafters_table(result: dict[str, Any]) -> list[str]:
         lines[-1] += "acceptance per position |"
         lines += ["|---|---:|---:|---:|---:|---|"]
         for row in rows:
+            length = f"{row['mean_accept_length']:.2f}"
+            if row["inner_accept_length"]:
+                length += f" (inner {row['inner_accept_length']:.2f})"
             shares = " ".join(f"{share:.2f}" for share in row["acceptance_per_position"])
             lines.append(
                 f"| {row['drafter']} | {row['drafted']} | {row['tokens_per_s']:.0f} | "
-                f"{row['tokens_per_s'] / plain:.2f} | {row['mean_accept_length']:.2f} | {shares} |"
+                f"{row['tokens_per_s'] / plain:.2f} | {length} | {shares} |"
             )
     return lines

@@ -38,6 +38,7 @@ from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.quant.registry import plan_quant
 
+ROTATION = "rms_norm_rotation.weight"
 _LAYERS = re.compile(r"^eagle_layers\.")
 
 
@@ -57,6 +58,7 @@ class Eagle:
     ) -> DraftPlan:
         assert draft is not None
         refuse_quantised_head(draft.tensors)
+        _refuse_rotated(draft.tensors)
         check_vocabulary(draft, target)
         check_scales(draft, target)
         fields = head_fields(draft, target)
@@ -103,6 +105,15 @@ class Eagle:
                 "own_head": own_head,
             },
             quant=plan_quant(draft.config, draft.tensors),
+        )
+
+
+def _refuse_rotated(tensors: Tensors) -> None:
+    """Refuses a head of a model whose weights were rotated before quantisation (CPM.cu's `rot`)."""
+    if found := [name for name in tensors if _short(name) == ROTATION]:
+        raise ValueError(
+            f"{found[0]} is present: the head reads hidden states of a model with rotated weights, "
+            "expected a head of a model without rotation"
         )
 
 

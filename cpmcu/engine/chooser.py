@@ -21,7 +21,7 @@ from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_times import StepTimes
 
 START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
-TIME_SHARE = 0.008  # of all time, that trials may lose
+TIME_SHARE = 0.007  # of all time, that trials may lose
 GAIN_SHARE = 0.5  # of what drafting gains over plain steps
 TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
 PAUSE = 2  # steps between trials, in which the last one is observed
@@ -32,7 +32,7 @@ RETRIED = 500  # steps after which a shape is tried again without a promise
 # Most samples are dropped after this loss against plain decoding, in plain steps. If drafting adds
 # more than a plain step to a step, the loss is counted in what it adds.
 LOST_STEPS = 3.0
-KEPT = 2  # samples that are not dropped then
+KEPT = 0.5  # weight of all earlier samples then
 NEW_TEXT = 3  # samples that older texts count as
 HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
 _LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
@@ -64,6 +64,7 @@ class ShapeChooser:
         self._budget = START_BUDGET
         self._plan: _Plan | None = None
         self._pause = 0
+        self._gained = 0.0  # plain steps, by drafting since plain steps were the best
         self._lost = 0.0  # plain steps, by drafting where it was thought to be the best
         self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost them
 
@@ -143,13 +144,15 @@ class ShapeChooser:
         Then forgets most of it. `cost`: of the step, in plain steps.
         """
         gain = sum(emitted) / len(emitted) - cost
+        self._gained += gain
         if self._lost == 0:
             self._losing = []
         self._losing.append((shape, emitted))
         self._lost = max(0.0, self._lost - gain)
         if self._lost > LOST_STEPS * max(1.0, cost - 1):
             self._tokens.forget(KEPT, kept=self._losing)
-            self._budget -= self._lost
+            # What drafting has gained pays for its end, not the budget.
+            self._budget -= min(self._lost, max(0.0, -self._gained))
             self._lost = 0.0
             return True
         return False
@@ -164,6 +167,8 @@ class ShapeChooser:
         best = max(self.shapes, key=lambda shape: tokens[shape] / bounds[shape][1])
         plan = _Plan(num_seqs, plain, best, tokens[best] / bounds[best][1])
         plan.left = PLAIN_REVIEW if best == PLAIN else REVIEW
+        if best == PLAIN:
+            self._gained = 0.0
         if self._pause > 0:
             plan.left = self._pause
             return plan

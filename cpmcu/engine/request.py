@@ -137,11 +137,13 @@ class Request:
         logprobs: Sequence[TokenLogprobs] = (),
         *,
         drafted: int = 0,
+        inner: tuple[int, int] = (0, 0),
     ) -> None:
         """Takes the tokens of a decode step or of the last prefill step.
 
-        `drafted`: tokens of the longest path that the step verified; 0 if it drafted none. Tokens
-        after the end of the output are dropped.
+        `drafted`: tokens of the longest path that the step verified; 0 if it drafted none.
+        `inner`: steps that the draft took itself, and their tokens. Tokens after the end of the
+        output are dropped.
         """
         if not tokens:
             return
@@ -170,7 +172,7 @@ class Request:
         taken = len(self.tokens) - before
         if drafted and self._acceptance is not None:
             ended = self.grammar is not None and self.grammar.stopped
-            self._acceptance.add(taken if ended else len(tokens), drafted)
+            self._acceptance.add(taken if ended else len(tokens), drafted, inner)
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:

@@ -364,7 +364,7 @@ class Runner:
             drafted = step.shape[0]
         tokens = list(itertools.takewhile(lambda token: token >= 0, output.tokens))
         try:
-            request.accept(tokens, _logprobs(output), drafted=drafted)
+            request.accept(tokens, _logprobs(output), drafted=drafted, inner=output.inner)
             if len(tokens) < len(output.tokens) and not request.done:
                 raise OutputError(
                     f"the model's logits for token {len(request.tokens) + 1} of the output are not "

@@ -15,9 +15,11 @@ from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_costs import Measured, extra, fit
 
 RECENT = 12  # steps that are remembered
-TRUSTED = 3  # steps until a time counts: a graph is captured, kernels are loaded, caches are cold
+# Steps until a time counts: a graph is captured, kernels are loaded, caches are cold. One more, if
+# the last of them was slow.
+TRUSTED = 3
 FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8  # plain steps before anything is drafted
-AGREEING = 1.15  # the two fastest plain steps at the start, slower over faster, at most
+AGREEING = 1.15  # two times of a new shape, slower over faster, at most
 DOUBTED = 8  # with fewer plain steps, a plain step may be faster than any of them
 DOUBT = 0.6  # by this factor
 OLD, STALE = 32, 2000  # steps after which a time is doubted, and hardly counts
@@ -33,14 +35,19 @@ class _Times:
     typical: float = 0.0
     last: int = 0  # step
     plain: float = 0.0  # seconds of a plain step by then
+    trusted: bool = False
 
     def add(self, seconds: float, step: int, *, plain: bool) -> None:
+        # A new shape becomes faster. If the last step is the slowest, that was another process.
+        steps, slow = len(self.recent) + 1, seconds > AGREEING * self.least
+        self.trusted |= steps > TRUSTED or (steps == TRUSTED and not slow)
         self.recent.append(seconds)
         self.last = step
         self.least = min(self.recent)
         # Other processes can only slow a step down. For the plain step the fastest time counts: if
         # plain steps seemed slower, a useless draft would look good.
-        self.typical = self.least if plain else sorted(self.recent)[len(self.recent) // 4]
+        early = plain or steps <= TRUSTED + 1
+        self.typical = self.least if early else sorted(self.recent)[len(self.recent) // 4]
 
 
 class StepTimes:
@@ -64,12 +71,12 @@ class StepTimes:
     def is_trusted(self, shape: Shape, num_seqs: int) -> bool:
         """Was the shape tried often enough?"""
         times = self._find(shape, num_seqs)
-        return times is not None and len(times.recent) >= TRUSTED
+        return times is not None and times.trusted
 
     def age(self, shape: Shape, num_seqs: int) -> int:
-        """Steps since the shape was last tried."""
+        """Steps since the shape was last tried; 0 if it never was."""
         times = self._find(shape, num_seqs)
-        return self._steps - times.last if times else self._steps
+        return self._steps - times.last if times else 0
 
     def knows_plain(self, num_seqs: int) -> bool:
         """Has a plain step been timed, with this or another number of sequences?"""
@@ -104,7 +111,7 @@ class StepTimes:
         age = self._steps - own.last
         if shape == PLAIN:
             return (DOUBT if len(own.recent) < DOUBTED else 1) * own.least, own.typical
-        if len(own.recent) >= TRUSTED and age <= STALE:
+        if own.trusted and age <= STALE:
             if age <= OLD:
                 return own.typical, own.typical
             # If plain steps became slower since (another process, a longer text), this shape did,
@@ -166,7 +173,7 @@ class StepTimes:
             for n, known in self._by_seqs.items()
             if PLAIN in known
             for shape, times in known.items()
-            if shape != PLAIN and len(times.recent) >= TRUSTED
+            if shape != PLAIN and times.trusted
         ]
         found = self._fits.get(num_seqs)
         if found is None or found[0] != len(points) or self._steps > found[1] + REFIT:

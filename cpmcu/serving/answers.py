@@ -117,5 +117,10 @@ def _sum(specs: Sequence[SpecDecodeMetrics]) -> SpecDecodeMetrics:
     steps = specs[0].per_step_accepted if len(specs) == 1 else None
     drafted = sum(spec.num_draft_tokens for spec in specs)
     return dataclasses.replace(
-        specs[0], acceptance_histogram=histogram, per_step_accepted=steps, drafted=drafted
+        specs[0],
+        acceptance_histogram=histogram,
+        per_step_accepted=steps,
+        drafted=drafted,
+        num_inner_steps=sum(spec.num_inner_steps for spec in specs),
+        num_inner_tokens=sum(spec.num_inner_tokens for spec in specs),
     )

@@ -56,6 +56,11 @@ _COUNTERS = (
     ("draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens."),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
 )
+# Of hierarchical drafts.
+_INNER = (
+    ("steps", "Speculative steps that drafts took themselves."),
+    ("tokens", "Tokens that these steps emitted."),
+)
 
 
 class Metrics:
@@ -68,7 +73,7 @@ class Metrics:
         cache_config: Callable[[], Mapping[str, str]],
         verify_strategy: str = TARGET_MATCH,
     ) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {
             key: Histogram(
@@ -90,6 +95,10 @@ class Metrics:
             (*_LABELS, "position"),
             registry=self._registry,
         )
+        self._inner = {
+            key: Counter(f"cpmcu:spec_decode_num_inner_{key}", text, _LABELS, registry=registry)
+            for key, text in _INNER
+        }
         self._finished = Counter(
             "vllm:request_success",
             "Finished outputs by reason.",
@@ -156,6 +165,9 @@ class Metrics:
         self._counters["drafts"].inc(spec.num_spec_steps)
         self._counters["draft_tokens"].inc(spec.num_draft_tokens)
         self._counters["accepted_tokens"].inc(spec.num_accepted_draft_tokens)
+        if spec.num_inner_steps:
+            self._inner["steps"].labels(**self._labels).inc(spec.num_inner_steps)
+            self._inner["tokens"].labels(**self._labels).inc(spec.num_inner_tokens)
         for position in range(spec.num_spec_tokens):
             accepted = sum(spec.acceptance_histogram[position + 1 :])
             self._positions.labels(**self._labels, position=str(position)).inc(accepted)

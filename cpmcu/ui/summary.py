@@ -80,6 +80,8 @@ def _acceptance(metrics: SpecDecodeMetrics) -> Section:
         f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up to "
         f"{metrics.num_spec_tokens}"
     )
+    if metrics.num_inner_steps:
+        closing += f", inner accept length {metrics.mean_inner_acceptance_length:.2f}"
     if is_lossy(metrics.verify_strategy):
         closing += f", lossy: verify strategy {metrics.verify_strategy}"
     return Section(("accepted", "steps", "share", "or more", ""), rows, closing)

@@ -155,6 +155,10 @@ void bind_outputs(py::module_& m) {
       .def_readonly("tokens", &Output::tokens, "Emitted by this step, in order.")
       .def_readonly("finished", &Output::finished, "With a drafter: the device ended the sequence.")
       .def_property_readonly(
+          "inner",
+          [](const Output& output) { return std::pair(output.inner.steps, output.inner.tokens); },
+          "Steps that the draft took itself, and the tokens that they emitted.")
+      .def_property_readonly(
           "logprobs",
           [](const Output& output) {
             std::vector<float> values;

@@ -64,7 +64,8 @@ std::vector<Engine::SlotOutput> Engine::collect() {
     }
     SlotOutput output{.slot = index,
                       .num_logprobs = slot.num_logprobs,
-                      .finished = step.decodes && result.finished != 0};
+                      .finished = step.decodes && result.finished != 0,
+                      .inner = step.decodes ? result.inner : InnerCounts{}};
     output.tokens.assign(result.tokens, result.tokens + result.num_tokens);
     if (output.num_logprobs >= 0) {
       output.logprobs.assign(result.logprobs, result.logprobs + result.num_tokens);

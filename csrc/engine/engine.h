@@ -40,6 +40,7 @@ class Engine {
     std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
     int num_logprobs = -1;
     bool finished = false;  // the device ended the sequence
+    InnerCounts inner{};    // steps that the draft took itself
   };
   using DraftedTree = SpeculativeStep::DraftedTree;
 

@@ -185,10 +185,12 @@ void bind_shared_params(py::module_& m) {
                        use_bias, num_logprobs);
   PYBIND11_NUMPY_DTYPE(TokenLogprobs, logprob, top_ids, top_logprobs);
   PYBIND11_NUMPY_DTYPE(TokenCandidates, num, ids, logprobs);
-  PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, finished, tokens, logprobs);
+  PYBIND11_NUMPY_DTYPE(InnerCounts, steps, tokens);
+  PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, finished, inner, tokens, logprobs);
   m.attr("slot_sampling_dtype") = py::dtype::of<SlotSampling>();
   m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
   m.attr("token_candidates_dtype") = py::dtype::of<TokenCandidates>();
+  m.attr("inner_counts_dtype") = py::dtype::of<InnerCounts>();
   m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
   m.attr("PROMPT_BIT") = kPromptBit;
   m.attr("NO_TOKEN") = kNoToken;

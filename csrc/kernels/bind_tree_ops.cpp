@@ -4,6 +4,7 @@
 
 #include "kernels/bind_ops.h"
 #include "kernels/tree/draft_fill.h"
+#include "kernels/tree/inner_step.h"
 #include "kernels/tree/mtp_rows.h"
 #include "kernels/tree/tree.h"
 
@@ -256,6 +257,44 @@ void bind_mtp(py::module_& m) {
       "csrc/kernels/tree/mtp_rows.h");
 }
 
+void bind_inner_step(py::module_& m) {
+  m.def(
+      "begin_inner",
+      [](const OpsContext& c, SharedArray seq_slots, SharedArray lengths,
+         const OpsAccepted& accepted, SharedArray first_tokens, const OpsState& inner,
+         SharedArray stops, SharedArray rows, SharedArray slot_rows, SharedArray chain,
+         SharedArray counts) {
+        begin_inner(c.ctx, {.num_seqs = size_of_dim(chain, 0),
+                            .seq_slots = ints(seq_slots),
+                            .lengths = ints(lengths),
+                            .accepted = accepted.params,
+                            .first_tokens = ints(first_tokens),
+                            .inner = inner.state,
+                            .stops = structs<SlotStop>(stops),
+                            .rows = ints(rows),
+                            .slot_rows = ints(slot_rows),
+                            .num_tokens = size_of_dim(chain, 1),
+                            .chain = ints(chain),
+                            .counts = structs<InnerCounts>(counts)});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "lengths"_a, "accepted"_a, "first_tokens"_a, "inner"_a,
+      "stops"_a, "rows"_a, "slot_rows"_a, "chain"_a, "counts"_a, "csrc/kernels/tree/inner_step.h");
+  m.def(
+      "extend_chain",
+      [](const OpsContext& c, SharedArray seq_slots, const OpsAccepted& accepted, SharedArray stops,
+         SharedArray chain, SharedArray counts) {
+        extend_chain(c.ctx, {.num_seqs = size_of_dim(chain, 0),
+                             .seq_slots = ints(seq_slots),
+                             .accepted = accepted.params,
+                             .stops = structs<SlotStop>(stops),
+                             .num_tokens = size_of_dim(chain, 1),
+                             .chain = ints(chain),
+                             .counts = structs<InnerCounts>(counts)});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "accepted"_a, "stops"_a, "chain"_a, "counts"_a,
+      "csrc/kernels/tree/inner_step.h");
+}
+
 void bind_fill(py::module_& m) {
   m.def(
       "draft_fill",
@@ -295,7 +334,7 @@ void bind_verification(py::module_& m) {
       "accept_tree",
       [](const OpsContext& c, const OpsTrees& trees, SharedArray drawn, SharedArray logprobs,
          SharedArray seq_slots, SharedArray sampling, const OpsState& state, SharedArray stops,
-         const OpsSink& sink, SharedArray candidates, int verify_window) {
+         const OpsSink& sink, SharedArray candidates, int verify_window, SharedArray inner) {
         accept_tree(c.ctx, {.trees = trees.trees,
                             .drawn = ints(drawn),
                             .logprobs = structs<TokenLogprobs>(logprobs),
@@ -305,11 +344,12 @@ void bind_verification(py::module_& m) {
                             .verify_window = verify_window,
                             .state = state.state,
                             .stops = structs<SlotStop>(stops),
+                            .inner = structs<InnerCounts>(inner),
                             .sink = sink.params});
       },
       "ctx"_a, py::kw_only(), "trees"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a, "sampling"_a,
       "state"_a, "stops"_a, "sink"_a = OpsSink(), "candidates"_a = SharedArray(),
-      "verify_window"_a = 0, "csrc/kernels/tree/tree.h");
+      "verify_window"_a = 0, "inner"_a = SharedArray(), "csrc/kernels/tree/tree.h");
   m.def(
       "keep_accepted",
       [](const OpsContext& c, SharedArray pool, int num_heads, int width, SharedArray page_table,
@@ -340,6 +380,7 @@ void bind_tree_ops(py::module_& ops) {
   bind_growth(ops);
   bind_fill(ops);
   bind_mtp(ops);
+  bind_inner_step(ops);
   bind_verification(ops);
 }
 

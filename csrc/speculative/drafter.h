@@ -127,6 +127,8 @@ class Drafter {
   // Drafts 1 to batch.num_tokens() tokens for each sequence. The drafter owns the arrays of the
   // draft; they are valid until its next call. Graph-safe.
   virtual Draft propose(const Context& ctx, const DraftBatch& batch) = 0;
+  // [B] the steps that the last draft took itself; null: it takes none.
+  virtual const InnerCounts* inner_counts() const { return nullptr; }
 };
 
 using DrafterRegistry = Registry<Drafter, const DrafterSpec&, const ModelSpec&>;

@@ -32,6 +32,7 @@ void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked
                     .verify_window = target_.sampler.verification().window,
                     .state = slots_,
                     .stops = stops_,
+                    .inner = batch.shape.depth > 0 ? drafter_->inner_counts() : nullptr,
                     .sink = sink});
   commit(ctx, batch);
 }

@@ -15,6 +15,7 @@ from cpmcu.engine.prefix.index import Entry
 from cpmcu.engine.request import Request
 from cpmcu.engine.runner import Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
+from cpmcu.spec_metrics import AcceptanceCounter
 from tests.engine.harness import sampling
 
 PAGE = 64
@@ -29,6 +30,7 @@ class Job:
         count: int,
         salt: str = "",
         scores: int | None = None,
+        acceptance: AcceptanceCounter | None = None,
         **fields: Any,
     ) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -43,6 +45,7 @@ class Job:
             emit=self._emit,
             cache_salt=salt,
             prompt_logprobs=scores,
+            acceptance=acceptance,
         )
 
     def _emit(self, item: Any) -> None:

@@ -127,6 +127,31 @@ def test_it_drafts_what_its_model_drafts(models: Models, head: str, passes: int,
         assert len(lengths) > 2 and max(lengths) > DEPTH - 2 and common > len(chains) / 4
 
 
+@pytest.mark.parametrize("fill", [None, "ngram"])
+def test_inner_steps_are_counted(models: Models, fill: str | None) -> None:
+    """Those that drafted tokens, and their tokens. The first pass drafts one more token."""
+    engine, ids = Drafted(models).headed(num_model_steps=4, fill=fill), text_of(100)
+    slot = engine.add_sequence(sampling(max_tokens=60), ids)
+    assert engine.reserve(slot, len(ids) + 100)
+    engine.prefill([(slot, ids, True)])
+    assert [output.inner for output in engine.collect()] == [(0, 0)]
+    found = []
+    for step in range(12):
+        if step == 5:  # nothing is drafted
+            engine.decode([slot], (0, 1))
+            assert [output.inner for output in engine.collect()] == [(0, 0)]
+        ((tokens, _),) = engine.begin_masked([slot])
+        engine.end_masked([-1] * len(tokens), NO_MASKS)
+        found.append(engine.collect()[0].inner)
+        steps, emitted = found[-1]
+        assert 1 <= steps <= 3 and steps <= emitted <= DEPTH - 1
+        if fill is None:
+            assert emitted == len(complete(tokens[1:])) - 1
+    engine.decode([slot], (1, 2))  # the first token needs no inner step
+    assert [output.inner for output in engine.collect()] == [(0, 0)]
+    assert len(set(found)) > 1
+
+
 def test_state_is_that_of_a_prompt(models: Models) -> None:
     """After any steps, a draft is as long as right after a prompt with the same text.
 

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cpmcu.spec_metrics import AcceptanceCounter
 from tests.engine.drafted import SAMPLINGS, Drive, memory_full_of
 from tests.engine.harness import random_ids
+from tests.engine.prefix import PAGE, Job, running
 from tests.reference.engines import extension_or_skip
 from tests.reference.numpy_drafts import NumpyModule, NumpyTarget, draft_of_modules
 from tests.reference.tiny_modules import write_modules
@@ -237,6 +239,53 @@ def test_several_sequences(tmp_path: Path, device: str) -> None:
         running = [i for i in running if len(tokens[i]) < 40]
     for ids, got in zip(prompts, tokens):
         assert got == plain.one(ids, 40, **fields)
+
+
+@pytest.mark.parametrize("tree", list(TREES))
+@pytest.mark.parametrize(("layout", "chained"), KINDS)
+def test_a_prefix_hit_changes_no_token(
+    layout: str, chained: bool, tree: str, tmp_path: Path, device: str
+) -> None:
+    """Also where prompts part near a page's end: a module's last rows read the ids behind it."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    sizes = {"hidden_size": 128, "head_dim": 64} if device == "cuda" else {}
+    write(tmp_path, layout, chained, dtype=dtype, vocab_size=40, **sizes)
+    plain = Drive(load(tmp_path, device, no_speculation=True))
+    engine = load(tmp_path, device, max_num_seqs=2, **TREES[tree])
+    with running(engine) as (runner, cache):
+        for length in (130, 133, 63, 65, 67, 126, 129, 191, 195):
+            ids = [i % 40 for i in random_ids(200, 1000, seed=1)][:length]
+            prompts = [(ids, "greedy"), ([*ids, 9, 11, 2, 5], "seeded")]
+            jobs = [Job(prompt, 20, **SAMPLINGS[name]) for prompt, name in prompts]
+            runner.submit(*(job.request for job in jobs))
+            for job, (prompt, name) in zip(jobs, prompts):
+                assert job.wait() == plain.one(prompt, 20, **SAMPLINGS[name]), length
+            cache.check()
+        assert cache.counters.hits >= 10 * PAGE
+
+
+@pytest.mark.parametrize("tree", list(TREES))
+@pytest.mark.parametrize(("layout", "chained"), KINDS)
+def test_a_prefix_hit_changes_no_draft_of_the_same_prompt(
+    layout: str, chained: bool, tree: str, tmp_path: Path
+) -> None:
+    """Every step accepts as many drafted tokens as without the hit."""
+    write(tmp_path, layout, chained)
+    engine = load(tmp_path, max_num_seqs=2, **TREES[tree])
+    seen: set[int] = set()
+    with running(engine) as (runner, _):
+        for length in (66, 127, 130, 195):
+            steps, tokens = [], []
+            for _ in range(2):
+                acceptance = AcceptanceCounter(DEPTH, detailed=True)
+                job = Job(text_of(length), 40, acceptance=acceptance, **SAMPLINGS["seeded"])
+                runner.submit(job.request)
+                tokens.append(job.wait())
+                steps.append(acceptance.metrics().per_step_accepted)
+            assert job.request.cached_tokens == (length - 1) // PAGE * PAGE
+            assert tokens[0] == tokens[1] and steps[0] == steps[1], length
+            seen |= set(steps[0] or ())
+    assert len(seen) > 2
 
 
 def test_a_draft_that_the_context_fills(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ class Cycle:
         num_seqs = len(self.seq_slots)
         accepted = {name: s.arrays[f"accepted_{name}"] for name in ("ids", "paths", "counts")}
         before = int(s.step_counter.numpy()[0])
+        self.inner = np.zeros(num_seqs, ops.inner_counts_dtype)
+        if before % 2:  # else the drafts took no steps of their own
+            self.inner["steps"], self.inner["tokens"] = 3 + np.arange(2 * num_seqs).reshape(2, -1)
         ops.accept_tree(
             context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
             drawn=put_ints(d, self.drawn),
@@ -128,6 +131,7 @@ class Cycle:
             ),
             candidates=None if self.window is None else put_raw(d, self.candidates),
             verify_window=self.window or 0,
+            inner=put_raw(d, self.inner) if before % 2 else None,
         )  # fmt: skip
         assert (int(s.step_counter.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
@@ -139,7 +143,7 @@ class Cycle:
             found = self.apply(seq, int(slot))
             num = len(found.path)
             rows = [seq * self.num_nodes + node for node in found.path]
-            self.check_result(self.results[seq], int(slot), rows, found)
+            self.check_result(self.results[seq], seq, rows, found)
             lengths.append(num)
         self.slots.check_all()
         return lengths
@@ -170,10 +174,11 @@ class Cycle:
         stop["finished"] = found.finished
         return found
 
-    def check_result(self, result, slot: int, rows: list[int], found) -> None:
-        num = len(rows)
+    def check_result(self, result, seq: int, rows: list[int], found) -> None:
+        num, slot = len(rows), int(self.seq_slots[seq])
         fields = tuple(int(result[name]) for name in ("slot", "num_tokens", "finished"))
         assert fields == (slot, num, int(found.finished))
+        assert result["inner"] == self.inner[seq]
         assert result["tokens"][:num].tolist() == found.emitted
         num_logprobs = self.slots.sampling[slot]["num_logprobs"]
         for got, row in zip(result["logprobs"], rows) if num_logprobs >= 0 else ():

@@ -219,7 +219,13 @@ class FakeEngine:
             time.sleep(self.step_seconds)
         return [
             SimpleNamespace(
-                slot=slot, tokens=t, finished=end, logprobs=[], top_ids=[], top_logprobs=[]
+                slot=slot,
+                tokens=t,
+                finished=end,
+                inner=(0, 0),
+                logprobs=[],
+                top_ids=[],
+                top_logprobs=[],
             )
             for slot, state, t, end in self.steps.popleft()
             if self.slots.get(slot) is state  # dropped if released meanwhile

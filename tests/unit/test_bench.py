@@ -103,9 +103,13 @@ def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         shares = row["acceptance_per_position"]
         assert len(shares) == depth and shares == sorted(shares, reverse=True)
         assert row["mean_accept_length"] == pytest.approx(1 + sum(shares))
+        assert (row["inner_accept_length"] > 0) == (name == "hierarchical")
+    inner = rows["hierarchical", "new"]["inner_accept_length"]
+    assert 1 <= inner <= 5
     assert sum(rows["EAGLE-2", kind]["mean_accept_length"] for kind in ("copy", "new")) > 2
     table = bench.table(result)
     assert table.count("\n| EAGLE-3 | 3 | ") == 2 and table.count("\n| none | 0 | ") == 2
+    assert table.count(" (inner ") == 2 and f" (inner {inner:.2f})" in table
 
 
 def test_drafters_refuse_a_named_draft(capsys: pytest.CaptureFixture[str]) -> None:

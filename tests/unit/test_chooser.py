@@ -275,6 +275,40 @@ def test_the_text_changes_and_so_does_the_choice() -> None:
     assert engine.outcome.share(PLAIN, 60) < 0.2
 
 
+def test_every_easy_text_is_taken_up() -> None:
+    """Whatever the texts before have cost."""
+    rates = []
+    for seed in range(16):
+        world = dataclasses.replace(GPU, acceptance=switching(0.9, 0.02, every=600))
+        engine = Engine(world, chooser(), seed)
+        for text in range(8):
+            begin, tokens = engine.outcome.seconds, engine.outcome.tokens
+            engine.run(600 * (text + 1) - tokens)
+            if text % 2 == 0:
+                took = engine.outcome.seconds - begin
+                rates.append((engine.outcome.tokens - tokens) / took)
+    assert min(rates) > 1.2 and statistics.median(rates) > 2.2
+
+
+def test_other_shapes_are_not_tried_without_a_promise_when_sequences_join() -> None:
+    """Each first use captures a graph. The choice was known from one sequence."""
+    world = World(measured_h100, constant(0.8))
+    shapes = shapes_of(4, 8, 32)
+    _, best = best_fixed(world, 2000, num_seqs=4, shapes=shapes)
+    shares = []
+    for seed in range(5):
+        engine = Engine(world, ShapeChooser(shapes), seed)
+        engine.run(2000)
+        engine.start(4)
+        engine.run(60)
+        begin, tokens = engine.outcome.seconds, engine.outcome.tokens
+        engine.run(400)
+        shares.append(
+            best * (engine.outcome.tokens - tokens) / 4 / (engine.outcome.seconds - begin)
+        )
+    assert statistics.median(shares) > 0.95, shares
+
+
 def test_a_draft_that_fails_is_given_up_at_once() -> None:
     """A draft that fails is given up within the first 100 tokens that are hard to guess."""
     lost = []

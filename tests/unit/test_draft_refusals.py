@@ -31,6 +31,11 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
         ("eagle3", {"use_aux_norm": True}, "variant with use_aux_norm is not supported yet"),
         ("eagle3", {"mlp_bias": True}, "mlp_bias is True, expected false"),
         ("eagle", {"mlp_bias": True}, "mlp_bias is True, expected false"),
+        (
+            "eagle",
+            {"extra": {"rms_norm_rotation.weight": np.eye(64), "embed_tokens.weight": np.eye(64)}},
+            "rms_norm_rotation.weight is present: .* rotated weights, expected a head of a model",
+        ),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, expected 1"),
         (
             "eagle3",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
 
 from cpmcu.outputs import CompletionOutput, RequestOutput, Timings
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.metrics import Metrics
 from cpmcu.spec_metrics import AcceptanceCounter, SpecDecodeMetrics
 from cpmcu.ui.display import Display
-from cpmcu.ui.summary import summary_line
+from cpmcu.ui.summary import summary_line, summary_sections
 
 
 def count(*emitted: int, depth: int = 3, detailed: bool = False) -> SpecDecodeMetrics:
@@ -77,6 +79,29 @@ def test_no_steps():
     assert metrics.acceptance_per_position == (0.0, 0.0, 0.0)
     assert metrics.to_fastdeploy()["accept_ratio"] == 0
     assert count(1, 1).to_fastdeploy()["accept_ratio_per_head"] == [0.0, 0.0, 0.0]
+
+
+def test_inner_steps_of_a_hierarchical_draft():
+    counter = AcceptanceCounter(5)
+    counter.add(3, 5, (2, 4))
+    counter.add(1, 5, (1, 3))
+    counter.add(1, 5)
+    metrics = counter.metrics()
+    fields = metrics.to_dict()
+    assert (fields["mean_inner_acceptance_length"], fields["num_inner_steps"]) == (7 / 3, 3)
+    timings = Timings(0.0, 0.1, 0.2, 3, 13, 5)
+    output = CompletionOutput(0, "", [], "stop", None, None, timings, metrics)
+    both = metrics_of([output, output])["speculative_decoding"]
+    assert (both["mean_inner_acceptance_length"], both["num_inner_steps"]) == (7 / 3, 6)
+    closing = summary_sections(RequestOutput([1], [output], 7))[-1].closing
+    assert "inner accept length 2.33" in closing
+    served = Metrics("tiny", lambda: None, dict)
+    served.finished(output)
+    served.finished(output)
+    samples = served.render().decode()
+    assert re.search(r"^cpmcu:spec_decode_num_inner_steps_total{.*} 6.0$", samples, re.MULTILINE)
+    assert re.search(r"^cpmcu:spec_decode_num_inner_tokens_total{.*} 14.0$", samples, re.MULTILINE)
+    assert not any("inner" in name for name in count(1, 4).to_dict())
 
 
 @pytest.mark.parametrize("plain", [True, False])

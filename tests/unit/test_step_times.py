@@ -43,6 +43,23 @@ def test_plain_steps_go_on_until_two_agree_but_not_for_ever():
     assert times.knows_plain(1)
 
 
+def test_a_slow_step_at_the_start_does_not_count():
+    """The first two steps of a shape are slow. If the third is, too, a fourth must follow."""
+    slow = [(SMALL, 1, s) for s in (3.0, 2.0, 4.0)]
+    times = timed(*[(PLAIN, 1, 1.0)] * 8, *slow)
+    assert not times.is_trusted(SMALL, 1)
+    times.add(SMALL, 1, 1.1)
+    assert times.is_trusted(SMALL, 1) and times.bounds(SMALL, 1) == (1.1, 1.1)
+    times = timed(*[(PLAIN, 1, 1.0)] * 8, *slow[:2], (SMALL, 1, 1.2))
+    assert times.is_trusted(SMALL, 1) and times.bounds(SMALL, 1) == (1.2, 1.2)
+
+
+def test_a_shape_that_was_never_used_has_no_old_time():
+    times = timed(*[(PLAIN, 1, 1.0)] * 8, *[(SMALL, 1, 1.2)] * 600)
+    assert times.age(PLAIN, 1) == 600
+    assert times.age(SMALL, 4) == times.age(SHAPES[2], 1) == 0
+
+
 def test_spikes_do_not_count():
     times = timed(*[(PLAIN, 1, 1.0)] * 8, *[(SMALL, 1, s) for s in (50.0, 1.2, 8.0, 1.2, 1.2, 9.0)])
     low, high = times.bounds(SMALL, 1)

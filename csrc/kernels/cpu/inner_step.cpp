@@ -19,6 +19,7 @@ void begin_inner(const Context&, const BeginInnerParams& p) {
       inner.ids[at] = j < count ? p.accepted.ids[at] : j == n ? p.first_tokens[seq] : 0;
       if (j < p.num_tokens) p.chain[seq * p.num_tokens + j] = j == 0 ? p.first_tokens[seq] : -1;
     }
+    p.counts[seq] = {};
     inner.counts[slot] = n + 1;
     p.inner.lengths[slot] = length + 1;
     p.inner.next_tokens[slot] = p.first_tokens[seq];
@@ -30,6 +31,8 @@ void extend_chain(const Context&, const ExtendChainParams& p) {
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq], count = p.accepted.counts[slot];
     int* chain = p.chain + seq * p.num_tokens;
+    p.counts[seq].steps += count > 0;
+    p.counts[seq].tokens += count;
     const int first = p.num_tokens - p.stops[slot].max_tokens - count;
     for (int j = 0; j < count; ++j) {
       chain[first + j] = p.accepted.ids[slot * p.accepted.max_path + j];

@@ -111,6 +111,7 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
     result->slot = slot;
     result->num_tokens = num;
     result->finished = finished;
+    result->inner = p.inner == nullptr ? InnerCounts{} : p.inner[seq];
   }
   if (results == nullptr) return;
   std::atomic_thread_fence(std::memory_order_release);

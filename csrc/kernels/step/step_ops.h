@@ -20,11 +20,18 @@ struct SlotState {
   Accepted accepted;
 };
 
+// Steps that a draft took itself ("inner" steps, kernels/tree/inner_step.h), and what they emitted.
+struct InnerCounts {
+  int steps = 0;
+  int tokens = 0;
+};
+
 // The result of a step for one sequence, in mapped host memory.
 struct SlotResult {
   int slot = 0;
   int num_tokens = 0;
-  int finished = 0;  // the sequence ended on the device (SlotStop of kernels/tree/tree.h)
+  int finished = 0;   // the sequence ended on the device (SlotStop of kernels/tree/tree.h)
+  InnerCounts inner;  // of the step's draft
   int tokens[kMaxTreeSize] = {};
   TokenLogprobs logprobs[kMaxTreeSize] = {};
 };

@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   inner.ids[at] = j < count ? p.accepted.ids[at] : j == n ? first : 0;
   if (j < p.num_tokens) p.chain[seq * p.num_tokens + j] = j == 0 ? first : -1;
   if (j > 0) return;
+  p.counts[seq] = {};
   inner.counts[slot] = n + 1;
   p.inner.lengths[slot] = length + 1;
   p.inner.next_tokens[slot] = first;
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   const int seq = row / max_path, j = row % max_path, slot = p.seq_slots[seq];
   const int count = p.accepted.counts[slot];
   if (j >= count) return;
+  if (j == 0) p.counts[seq] = {p.counts[seq].steps + 1, p.counts[seq].tokens + count};
   const int first = p.num_tokens - p.stops[slot].max_tokens - count;
   p.chain[seq * p.num_tokens + first + j] = p.accepted.ids[slot * max_path + j];
 }

@@ -29,12 +29,13 @@ struct BeginInnerParams {
   // [B, max_path] out: the rows of the launch that processed the accepted tokens, and their rows of
   // the inner accepted hidden states. Rows of padding are -1.
   int *rows = nullptr, *slot_rows = nullptr;
-  int num_tokens = 0;    // M, of each draft
-  int* chain = nullptr;  // [B, M] out: the first token, then -1
+  int num_tokens = 0;             // M, of each draft
+  int* chain = nullptr;           // [B, M] out: the first token, then -1
+  InnerCounts* counts = nullptr;  // [B] out: none
 };
 REGISTER_OP(begin_inner, BeginInnerParams)
 
-// Appends the tokens that an inner step emitted to the draft.
+// Appends the tokens that an inner step emitted to the draft. Counts the step if it emitted any.
 struct ExtendChainParams {
   int num_seqs = 0;                 // B
   const int* seq_slots = nullptr;   // [B]
@@ -42,6 +43,7 @@ struct ExtendChainParams {
   const SlotStop* stops = nullptr;  // [slots] after the inner step
   int num_tokens = 0;               // M
   int* chain = nullptr;             // [B, M]
+  InnerCounts* counts = nullptr;    // [B]
 };
 REGISTER_OP(extend_chain, ExtendChainParams)
 

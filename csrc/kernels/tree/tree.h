@@ -155,7 +155,8 @@ struct AcceptTreeParams {
   const TokenCandidates* candidates = nullptr;  // [B N] of each node, or null: target match
   int verify_window = 0;
   SlotState state;
-  SlotStop* stops = nullptr;  // [slots]
+  SlotStop* stops = nullptr;           // [slots]
+  const InnerCounts* inner = nullptr;  // [B] of the drafts, published with the results; null: none
   ResultSink sink;
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)

@@ -197,6 +197,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
       result->slot = slot;
       result->num_tokens = num;
       result->finished = finished ? 1 : 0;
+      result->inner = p.inner ? p.inner[seq] : InnerCounts{};
     }
     if (num > 0) {
       p.state.lengths[slot] = length + num;

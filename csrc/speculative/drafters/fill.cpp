@@ -32,6 +32,7 @@ class FillDrafter : public Drafter {
   }
   int lookahead(int depth) const override { return part_->lookahead(depth); }
   int num_rewritten() const override { return part_->num_rewritten(); }
+  const InnerCounts* inner_counts() const override { return part_->inner_counts(); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     limits_ = limits;

@@ -109,10 +109,13 @@ class HierarchicalDrafter : public ModelDrafter {
                          .accepted = inner_.slots().accepted,
                          .stops = inner_.stops(),
                          .num_tokens = num_tokens,
-                         .chain = chain_});
+                         .chain = chain_,
+                         .counts = counts_});
     }
     return {.num_tokens = num_tokens, .tokens = chain_};
   }
+
+  const InnerCounts* inner_counts() const override { return counts_; }
 
  protected:
   int most_rows() const override { return std::max(max_path(), head_.tree_size); }
@@ -124,6 +127,7 @@ class HierarchicalDrafter : public ModelDrafter {
     rows_ = carver.take<int>(rows);
     slot_rows_ = carver.take<int>(rows);
     chain_ = carver.take<int>(int64_t{limits_.max_seqs} * spec_.depth);
+    counts_ = carver.take<InnerCounts>(limits_.max_seqs);
   }
 
   // Processes the accepted tokens, drafts the first token and begins the inner sequences behind it.
@@ -142,7 +146,8 @@ class HierarchicalDrafter : public ModelDrafter {
                       .rows = rows_,
                       .slot_rows = slot_rows_,
                       .num_tokens = num_tokens,
-                      .chain = chain_});
+                      .chain = chain_,
+                      .counts = counts_});
     inner_.keep_hidden(ctx, hidden, rows_, slot_rows_, num_rows);
   }
 
@@ -164,6 +169,7 @@ class HierarchicalDrafter : public ModelDrafter {
   MemoryPlan::Id rows_id_ = 0;
   int *rows_ = nullptr, *slot_rows_ = nullptr;  // [B, max_path] of begin_inner
   int* chain_ = nullptr;                        // [B, M]
+  InnerCounts* counts_ = nullptr;               // [B]
 };
 
 REGISTER_DRAFTER("hierarchical", HierarchicalDrafter);
