@@ -128,8 +128,10 @@ def with_second(head: Fill, seed: int, pair: Pair, config: Config) -> Fill:
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         begin = 0
-        pairs = zip(head(source, seed, count, "float32"), added(source, seed, count, "float32"))
-        for chunk, more in pairs:
+        more_of = added(source, seed, count, "float32")
+        for reused in head(source, seed, count, "float32"):
+            chunk = reused.copy()  # the next chunk may have the same memory
+            more = next(more_of)
             rows = len(chunk.ravel()) // columns
             has = pair.second_rows[begin : begin + rows, None] >= 0
             begin += rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from cpmcu import bench
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import LoadedModel, load_model
-from scripts.synthetic.acceptance import lay_out
+from scripts.synthetic.acceptance import draft_tensors, lay_out
 from scripts.synthetic.layouts import eagle3_tensors, eagle_tensors, special_ids
 from scripts.synthetic.presets import PRESETS
+from scripts.synthetic.sources import CHUNK, NumpySource
 from scripts.synthetic.writer import DEFAULT_TOKENIZER, copy_tokenizer
 from tests.engine.harness import sampling
 from tests.unit.test_synthetic_checkpoint import read_tensors, write
@@ -211,3 +213,27 @@ def test_draft_presets(tmp_path: Path) -> None:
     assert eagle3["midlayer.self_attn.q_proj.weight"] == (4096, 2 * 4096)
     assert eagle3["lm_head.weight"] == (32000, 4096)
     assert eagle3["d2t"] == (32000,) and eagle3["t2d"] == (128256,)
+
+
+class ReusingSource(NumpySource):
+    """All chunks have the same memory, as on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(4 * CHUNK, np.uint8)
+
+    def vectors(self, *args: Any) -> Iterator[np.ndarray]:
+        for chunk in super().vectors(*args):
+            staged = self._memory[: chunk.nbytes].view(chunk.dtype)
+            staged[:] = chunk
+            yield staged
+
+
+def test_second_choices_from_a_source_that_reuses_memory() -> None:
+    config = {**PRESETS["llama3.1-8b-eagle"].config, **SMALL}
+    pair = lay_out(config, 3, 0.6, 512, second=0.5)
+    (head,) = (s for s in draft_tensors(config, 3, pair) if s.name == "lm_head.weight")
+    filled = [
+        np.concatenate([c.copy() for c in head.fill(source, 3, head.count, "float32")])
+        for source in (NumpySource(), ReusingSource())
+    ]
+    assert np.array_equal(*filled)
