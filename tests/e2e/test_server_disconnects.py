@@ -72,7 +72,7 @@ def test_a_long_prompt_does_not_stop_the_others(server):
     events: list[tuple[float, str]] = []
 
     def decode() -> None:
-        body = {"prompt": "x = 1\n", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x = 1\n", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
