@@ -33,6 +33,11 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a write to a client that has left: asyncio warns of each until the loop turns."""
+    return record.msg != "socket.send() raised exception."
+
+
 def configure(log_format: str, level: str) -> None:
     """Sends all log records to stderr in one format."""
     handler = logging.StreamHandler()
@@ -42,4 +47,6 @@ def configure(log_format: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    loop = logging.getLogger("asyncio")
+    loop.setLevel(logging.WARNING)
+    loop.addFilter(_is_news)
