@@ -30,6 +30,7 @@ FILLS = ("ngram",)
 PREFIX_CACHE = "prefix cache"  # a group of flags
 
 INT_MAX = (1 << 31) - 1
+MOST_SEQS = 256  # kMaxSeqs in csrc/engine/runtime_config.h
 
 # As in csrc/kernels/tree/tree.h.
 MAX_TREE_SIZE = 64
@@ -371,7 +372,7 @@ class EngineConfig(SparseOptions):
         "most tokens of one sequence, prompt and output; 0: the model's own limit",
         brief="most tokens of prompt and output together",
     )
-    max_num_seqs: int = option(8, "most sequences that run concurrently, up to 256")
+    max_num_seqs: int = option(8, f"most sequences that run concurrently, up to {MOST_SEQS}")
     swap_space: float | None = option(
         None,
         "host memory for sequences that wait for pages, in GB; without it they are computed again "
@@ -454,7 +455,7 @@ class EngineConfig(SparseOptions):
                 f"max_prefill_ms is {self.max_prefill_ms}, but must be a number of milliseconds "
                 "above 0"
             )
-        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_num_seqs", self.max_num_seqs, 1, MOST_SEQS)
         _whole("max_model_len", self.max_model_len, 0)
         _whole("num_threads", self.num_threads, 0)
         _whole("device_index", self.device_index, 0)
@@ -481,9 +482,9 @@ def _size(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}, but must be a size in GB, at least 0")
 
 
-def _whole(name: str, value: int, minimum: int) -> None:
-    """Raises ValueError unless `value` is an integer from `minimum` to INT_MAX."""
+def _whole(name: str, value: int, minimum: int, maximum: int = INT_MAX) -> None:
+    """Raises ValueError unless `value` is an integer from `minimum` to `maximum`."""
     if integer(name, value) < minimum:
         raise ValueError(f"{name} is {value}, but must be at least {minimum}")
-    if value > INT_MAX:
-        raise ValueError(f"{name} is {value}, but must be at most {INT_MAX}")
+    if value > maximum:
+        raise ValueError(f"{name} is {value}, but must be at most {maximum}")

@@ -44,11 +44,25 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int]
 
 
+def _field_of(name: str, given: Mapping[str, Any]) -> str:
+    """The field that an argument sets: its own name, or that of one of its flags."""
+    flag = "--" + name.replace("_", "-")
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(SpeculativeConfig)):
+        if field.name in (name, "model"):  # the model is an argument of its own
+            continue
+        if flag in (field.metadata.get("flags") or ()):
+            if field.name in given:
+                raise ValueError(f"{name} and {field.name} are given, expected one of them")
+            return field.name
+    return name
+
+
 def _config_of(model: str | None, options: dict[str, Any]) -> EngineConfig:
     """The configuration of LLM's arguments: fields of EngineConfig and of SpeculativeConfig.
 
     Raises TypeError for other names, ValueError for a field that is given twice.
     """
+    options = {_field_of(name, options): value for name, value in options.items()}
     draft = options.pop("speculative_config", None)
     names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
     given = {name: options.pop(name) for name in names if name in options}

@@ -327,4 +327,7 @@ def _sentence(error: str) -> str:
 
 
 def _reason(matcher: Any) -> str:
-    return f": {_sentence(matcher.get_error())}" if matcher.is_error() else ""
+    if not matcher.is_error():
+        return ""
+    reason = str(matcher.get_error())
+    return f": {'no text matches it' if reason.startswith(_NO_TEXT) else _sentence(reason)}"

@@ -52,8 +52,6 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
         # Until it reads weights, the thread needs the GIL, as imports do.
         reads_weights.wait(_HEAD_START_SECONDS)
         status = _serve(listener, loading, engine_config, config)
-    except SystemExit as leaving:  # a signal before the event loop ran
-        status = leaving.code if isinstance(leaving.code, int) else 1
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -105,6 +105,21 @@ def test_stopping_while_the_program_starts(number, tmp_path):
     assert (found.returncode, found.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_in_a_callback(number, tmp_path):
+    """A signal during an import, in a callback whose exceptions Python ignores."""
+    (tmp_path / "fastapi.py").write_text(
+        "import os, time, weakref\n"
+        "class Thing: pass\n"
+        "thing = Thing()\n"
+        f"seen = weakref.ref(thing, lambda _: os.kill(os.getpid(), {int(number)}))\n"
+        "del thing\n"
+        "raise ValueError('the signal was lost')\n"
+    )
+    found = run_server("--port", "0", "--log-level", "error", PYTHONPATH=python_path(tmp_path))
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_stopping_while_the_model_loads():
     """The process ends at once while the loading thread is running."""
     with start(ready=False) as server:

@@ -165,7 +165,7 @@ def test_measurements_are_without_the_prefix_cache():
 def test_engine_config_is_checked():
     wrong = [{"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}]
     wrong += [{"max_prefill_ms": 0}, {"max_prefill_ms": float("inf")}]
-    wrong += [{"swap_space": -1}, {"swap_space": float("nan")}]
+    wrong += [{"max_num_seqs": 257}, {"swap_space": -1}, {"swap_space": float("nan")}]
     for fields in wrong:
         with pytest.raises(ValueError, match=next(iter(fields))):
             EngineConfig(**fields)

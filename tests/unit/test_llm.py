@@ -123,6 +123,16 @@ def test_options_of_a_draft_are_arguments_too(make):
         LLM(max_num_seq=3)
 
 
+def test_names_of_flags_are_arguments_too(make):
+    make.prepare()
+    with LLM(str(make.directory), max_num_batched_tokens=96, no_speculation=True) as llm:
+        assert llm.config.chunk_length == 96
+    with LLM(str(make.directory), spec_method="ngram") as llm:
+        assert llm.config.speculation.method == "ngram"
+    with pytest.raises(ValueError, match="max_num_batched_tokens and chunk_length are given"):
+        LLM(chunk_length=8, max_num_batched_tokens=96)
+
+
 def test_an_array_is_a_list_of_ids(make):
     with make() as llm:
         (output,) = llm.generate(np.array([5, 6, 7]), SamplingParams(max_tokens=1))

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 128 << 20
 SEGMENTS_AHEAD = 8  # 1 GB: a long prompt moves as much within 0.5 s
+MOST_BLOCKS = (1 << 31) - 1
 GROWER_PAUSE = 0.005  # seconds between two looks at what the thread has taken
 
 
@@ -33,7 +34,7 @@ class HostTier:
         """`owner`: named by warnings."""
         self._owner = owner
         self.block_bytes = block_bytes
-        self.limit = limit_bytes // block_bytes if block_bytes else 0
+        self.limit = min(limit_bytes // block_bytes, MOST_BLOCKS) if block_bytes else 0
         self._per_segment = max(1, min(SEGMENT_BYTES // max(1, block_bytes), self.limit))
         self._blocks: C.HostBlocks | None = None
         self._free: list[int] = []
