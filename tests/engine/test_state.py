@@ -118,8 +118,9 @@ def test_steps_of_more_than_64_sequences(models: Models) -> None:
 
 
 def test_more_than_256_sequences_are_refused(models: Models) -> None:
-    with pytest.raises(ValueError, match="max_num_seqs is 257, expected 1 to 256"):
+    with pytest.raises(ValueError, match="max_num_seqs is 257, but must be at most 256"):
         engine_of(models, None, max_num_seqs=257)
+    assert engine_of(models, None, max_num_seqs=256, max_model_len=64).max_num_seqs == 256
 
 
 @pytest.mark.parametrize("kind", [None, "noisy", "ngram"])
