@@ -151,7 +151,7 @@ class ShapeChooser:
         self._lost = max(0.0, self._lost - gain)
         if self._lost > LOST_STEPS * max(1.0, cost - 1):
             self._tokens.forget(KEPT, kept=self._losing)
-            # What drafting has gained pays for its end, not the budget.
+            # The gain of drafting so far pays for this loss, the budget for the rest of it.
             self._budget -= min(self._lost, max(0.0, -self._gained))
             self._lost = 0.0
             return True

@@ -313,7 +313,7 @@ def _why(grammar: Grammar, reason: str) -> str:
         return _sentence(reason)
     reference = endless_reference(grammar.source) if grammar.kind == "json_schema" else None
     if reference is None:
-        return "no text matches it, expected a grammar that some text matches"
+        return f"{_sentence(reason)}, expected a grammar that some text matches"
     return (
         f'a "$ref" is {shown(reference)}, which leads back to itself, expected a schema of values'
     )
@@ -321,13 +321,12 @@ def _why(grammar: Grammar, reason: str) -> str:
 
 def _sentence(error: str) -> str:
     """The reasons in a message of llguidance, without its drawing of the source position."""
+    if error.startswith(_NO_TEXT):
+        return "no text matches it"
     lines = [line.strip().rstrip(":") for line in error.splitlines() if line.strip()]
     reasons = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     return ": ".join(line[:_MAX_REASON] for line in [*lines[:1], *reasons])
 
 
 def _reason(matcher: Any) -> str:
-    if not matcher.is_error():
-        return ""
-    reason = str(matcher.get_error())
-    return f": {'no text matches it' if reason.startswith(_NO_TEXT) else _sentence(reason)}"
+    return f": {_sentence(matcher.get_error())}" if matcher.is_error() else ""

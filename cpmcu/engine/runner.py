@@ -430,11 +430,11 @@ class Runner:
         try:
             if self._broken is None:
                 self._live.wait_for_copies()
-            self._scheduler.close()
             if self._cache is not None:
                 self._cache.close()
         except Exception as error:
-            logger.error("the engine's host memory could not be freed: %s", error)
+            logger.error("the prefix cache could not be closed: %s", error)
+        self._scheduler.close()
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:

@@ -23,11 +23,6 @@ class SwapSpace:
         self._engine = engine
         self._host = HostTier(engine, engine.page_bytes, num_bytes, "the swap space")
 
-    @property
-    def num_used(self) -> int:
-        """Pages of swapped sequences."""
-        return self._host.num_used
-
     def save(self, slot: int) -> list[int] | None:
         """Moves the pages of a slot, which no step in flight uses, to host memory.
 

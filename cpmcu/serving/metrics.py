@@ -56,7 +56,7 @@ _COUNTERS = (
     ("draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens."),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
 )
-# Of hierarchical drafts.
+# Counters of inner steps, which only hierarchical drafts take.
 _INNER = (
     ("steps", "Speculative steps that drafts took themselves."),
     ("tokens", "Tokens that these steps emitted."),

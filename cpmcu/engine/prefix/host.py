@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 128 << 20
 SEGMENTS_AHEAD = 8  # 1 GB: a long prompt moves as much within 0.5 s
-MOST_BLOCKS = (1 << 31) - 1
+MOST_BLOCKS = (1 << 31) - 1  # the extension counts blocks in an int
 GROWER_PAUSE = 0.005  # seconds between two looks at what the thread has taken
 
 

@@ -91,8 +91,8 @@ struct HalfBlockFragment {
   }
 };
 
-// Adds the products of a consumer warp's rows of half a weight block, which has arrived, to `sums`,
-// and releases its stage.
+// Multiplies a consumer warp's rows of half a weight block by the rows of x and adds the products
+// to `sums`. Then releases the stage, which must have arrived before the call.
 template <typename T, bool kZeros, typename Ring, int kGroups>
 __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const Ring& ring,
                                                int stage, const HalfBlockRows& rows,
