@@ -22,7 +22,7 @@ SAY = @printf '\033[1m== %s\033[0m\n'
 # Two pytest workers on two cores: torch's thread pools would compete with them.
 TESTS = CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 # Tests of kernels and engine that take seconds.
-UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py fused_layer.py w4a16.py) \
+UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py fused_layer.py packed.py) \
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 

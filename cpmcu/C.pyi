@@ -54,11 +54,11 @@ class ModelSpec:
     layers: list[list[tuple[str, dict[str, bool | int | float | str | list[int] | list[float]]]]]
     "Of each layer its blocks: kind, where it differs from other fields. Empty: attention, mlp."
     linear_method: str
-    '"dense" | "w4a16" | "w4_rtn" | "w8_rtn" | ... (`registered`).'
+    '"dense" | "packed" | ... (`registered`).'
     linear_overrides: dict[str, str]
     'Module name -> method, e.g. {"lm_head": "dense"}.'
-    linear_options: dict[str, int]
-    'Of the methods, e.g. {"group_size": 128}.'
+    linear_options: dict[str, bool | int | float | str | list[int] | list[float]]
+    "How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h."
 
 class RuntimeConfig:
     """How an engine is run: device, memory, limits. Made with keyword arguments."""

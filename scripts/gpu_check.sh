@@ -29,7 +29,7 @@ gpu_tests() {
 # features with calls that fail. racecheck reports the barriers of cuBLAS's kernels (nvjet) as hazards
 # and cannot continue after some of them. So it skips the tests whose GEMM is cuBLAS's: on Hopper,
 # large_gemm with a float32 y. docs/benchmarks.md describes its reports on overlapping launches of
-# w4_gemm.
+# packed_gemm.
 sanitize_with() {
   local tests=() by_cublas="large_gemm or test_large_rows or (test_gemm.py and gated)"
   if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9\.0'; then

@@ -45,9 +45,7 @@ from cpmcu.models.common import BuildOptions
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import find_model
 from cpmcu.quant.gptq import check_side_tensors, size_of, stored_format
-from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq
-from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
-from cpmcu.quant.w4a16 import (
+from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     GROUP_SIZE,
     check_bits,
@@ -56,6 +54,8 @@ from cpmcu.quant.w4a16 import (
     misfit,
     quantised_modules,
 )
+from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq
+from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 
 WEIGHTS_FILE = "model_gptq.safetensors"
 CHECKPOINT_FORMAT = "gptq_marlin"

@@ -102,7 +102,7 @@ class LoadedDraft:
                 **plan.fields.to_kwargs(),
                 dtype=dtype,
                 linear_method=plan.quant.linear_method,
-                linear_options=plan.quant.linear_options,
+                linear_options=plan.quant.linear_options.to_dict(),
                 linear_overrides=self._overrides(plan.fields),
             )
             if self.head is not None:

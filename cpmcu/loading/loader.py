@@ -137,7 +137,7 @@ def load_model(
             dtype=dtype,
             fp8_kv_cache=config.kv_cache_dtype != "auto",
             linear_method=quant.linear_method,
-            linear_options=quant.linear_options,
+            linear_options=quant.linear_options.to_dict(),
             linear_overrides=with_head(quant, config.lm_head_quant),
         )
         drafter = (draft.spec(extension, dtype),) if draft else ()
@@ -209,11 +209,10 @@ def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
     overrides = dict(quant.linear_overrides)
     if bits == "none":
         return overrides
-    method = _stored_head(quant)
-    if method != "dense":
+    if _stored_head(quant) != "dense":
         raise ValueError(
-            f"lm_head_quant is {bits!r}, but the checkpoint stores lm_head as {method}, expected "
-            "'none'"
+            f"lm_head_quant is {bits!r}, but the checkpoint stores lm_head as {quant.scheme}, "
+            "expected 'none'"
         )
     return overrides | {"lm_head": f"{bits}_rtn"}
 

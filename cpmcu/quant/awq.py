@@ -10,8 +10,8 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.int4 import Format, check_bits, check_group_size, check_present, plan_int4
 from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
-from cpmcu.quant.w4a16 import Format, check_bits, check_group_size, check_present, plan_w4
 
 
 @register_quant("awq")
@@ -31,4 +31,4 @@ class Awq:
             raise ValueError(f"quantization_config: version is {shown(version)}, expected 'gemm'")
         if quant.get("zero_point", True) is not True:
             raise ValueError("quantization_config: zero_point is false, expected true")
-        return plan_w4("awq", Format.AWQ, tensors, group_size=group_size, zero_points=True)
+        return plan_int4("awq", Format.AWQ, tensors, group_size=group_size, zero_points=True)

@@ -12,16 +12,16 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
-from cpmcu.quant.w4a16 import (
+from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     Format,
     check_bits,
     check_group_size,
     check_present,
-    plan_w4,
+    plan_int4,
     quantised_modules,
 )
+from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class CompressedTensors:
         if any(name.endswith(".weight_g_idx") for name in tensors):
             raise ValueError("a weight_g_idx (actorder) is present, expected groups in order of K")
         channel = first.get("strategy") == "channel"
-        return plan_w4(
+        return plan_int4(
             "compressed-tensors",
             Format.COMPRESSED,
             tensors,

@@ -15,17 +15,17 @@ import numpy as np
 
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.gptq import check_order, check_symmetric, refuse_order, stored_format
-from cpmcu.quant.registry import Arrays, QuantPlan, Read, Repack, quant_config_of, register_quant
-from cpmcu.quant.w4a16 import (
+from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     GROUP_SIZE,
     Format,
     check_bits,
     check_group_size,
     is_marlin,
-    plan_w4,
+    plan_int4,
     quantised_modules,
 )
+from cpmcu.quant.registry import Arrays, QuantPlan, Read, Repack, quant_config_of, register_quant
 
 _METHODS = (None, "gptq", "gptq_marlin")
 
@@ -44,7 +44,7 @@ class CpmcuMarlin:
         if quant.get("sym", True) is not True:
             raise ValueError("quantization_config: sym is false, expected true of a Marlin file")
         refuse_order(quant, group_size)
-        plan = plan_w4(
+        plan = plan_int4(
             "cpmcu-marlin",
             Format.MARLIN,
             tensors,

@@ -14,9 +14,7 @@ import numpy as np
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.packing import unpack_gptq_zeros
-from cpmcu.quant.registry import QuantPlan, Read, quant_config_of, register_quant
-from cpmcu.quant.w4a16 import (
+from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     GROUP_SIZE,
     Format,
@@ -25,9 +23,11 @@ from cpmcu.quant.w4a16 import (
     check_present,
     is_marlin,
     misfit,
-    plan_w4,
+    plan_int4,
     quantised_modules,
 )
+from cpmcu.quant.packing import unpack_gptq_zeros
+from cpmcu.quant.registry import QuantPlan, Read, quant_config_of, register_quant
 
 _VERSIONS = {"gptq": Format.GPTQ, "gptq_v2": Format.GPTQ_V2}
 ZERO_POINT = 8
@@ -54,7 +54,7 @@ class Gptq:
             )
         layout = _VERSIONS[stated]
         symmetric = quant.get("sym") is True
-        plan = plan_w4(
+        plan = plan_int4(
             "gptq",
             layout,
             tensors,

@@ -23,7 +23,7 @@ U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
 
-BLOCK_ROWS = 256  # of the engine's layout: csrc/kernels/gemm/w4a16.h
+BLOCK_ROWS = 256  # of the engine's layout: csrc/kernels/gemm/packed/packed.h
 BLOCK_K = 128
 
 # ---- GPTQ
@@ -107,7 +107,7 @@ def pack_blocks(q: U8, scales: Array, zeros: U8 | None = None) -> U8:
 
     A weight block has 16896 bytes, with zero points 17152. G is ceil(K / 128), or 1 for
     channel-wise scales. Padding beyond N and K has q = z = 8 and scale 0. See
-    csrc/kernels/gemm/w4a16.h.
+    csrc/kernels/gemm/packed/packed.h.
     """
     k, n = q.shape
     row_blocks, k_blocks = -(-n // BLOCK_ROWS), -(-k // BLOCK_K)

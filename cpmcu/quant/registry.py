@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -38,12 +38,28 @@ class Repack:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearOptions:
+    """How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h."""
+
+    layout: str = ""  # of the packed weights: a name in the engine's table of layouts
+    format: str = ""  # of the tensors in the files; empty: the layout has only one
+    group_size: int = 0  # k that share a scale; -1: a whole row; 0: as the layout says
+    zero_points: bool = False
+    scale_dtype: str = "float16"
+    stacked: bool = False  # parts such as q, k and v are one tensor in the files
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as the engine takes them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantPlan:
     """Storage and linear methods of the linear layers of one checkpoint."""
 
     scheme: str
     linear_method: str  # name of the C++ method
-    linear_options: dict[str, int] = field(default_factory=dict)
+    linear_options: LinearOptions = LinearOptions()
     linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
     repacks: Sequence[Repack] = ()  # all other tensors are streamed unchanged
     ignored: Mapping[str, str] = field(default_factory=dict)  # redundant tensor -> reason

@@ -39,7 +39,7 @@ struct Context {
   GemmLibrary* cublas = nullptr;  // null: not found; the engine's own GEMM serves every M
   PendingLaunches* pending = nullptr;  // null: no launch is deferred
   // Counts the overlapping launches of this stream. Two consecutive ones use different launch
-  // shapes (kernels/gemm/w4a16_kernel.cuh). Null: all use the first shape.
+  // shapes (kernels/gemm/packed/kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;
 };
 

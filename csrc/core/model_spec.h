@@ -18,6 +18,17 @@ struct BlockSpec {
 };
 using LayerSpec = std::vector<BlockSpec>;
 
+// How a checkpoint stores its quantised matrices. Read by linear methods that are not dense.
+struct LinearOptions {
+  std::string layout{};  // of the packed weights: a name in the table of layouts
+  std::string
+      format{};        // of the tensors in the files, such as "gptq"; empty: the layout's only one
+  int group_size = 0;  // k that share a scale; -1: a whole row; 0: as the layout says
+  bool zero_points = false;
+  DType scale_dtype = DType::kF16;
+  bool stacked = false;  // parts such as q, k and v are one tensor in the files
+};
+
 struct ModelSpec {
   int vocab_size = 0;
   int hidden_size = 0;
@@ -42,7 +53,7 @@ struct ModelSpec {
   std::vector<LayerSpec> layers;  // empty: {"attention", "mlp"} each
   std::string linear_method = "dense";
   std::map<std::string, std::string> linear_overrides;  // module name -> method
-  std::map<std::string, int> linear_options;            // e.g. group_size
+  LinearOptions linear_options;
 
   float norm_offset() const { return zero_centred_norms ? 1.0f : 0.0f; }
   const std::string& linear_method_of(const std::string& module) const {

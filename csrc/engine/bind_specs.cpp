@@ -49,6 +49,27 @@ void set_layers(ModelSpec& spec, const Layers& layers) {
   }
 }
 
+ParamValues values_of(const LinearOptions& options) {
+  return {{"layout", options.layout},
+          {"format", options.format},
+          {"group_size", int64_t{options.group_size}},
+          {"zero_points", options.zero_points},
+          {"scale_dtype", std::string(name_of(options.scale_dtype))},
+          {"stacked", options.stacked}};
+}
+
+LinearOptions linear_options_of(const ParamValues& values) {
+  const Params from(values);
+  from.check_known("linear_options",
+                   {"layout", "format", "group_size", "zero_points", "scale_dtype", "stacked"});
+  return {.layout = from.text("layout", ""),
+          .format = from.text("format", ""),
+          .group_size = from.integer("group_size", 0),
+          .zero_points = from.flag("zero_points", false),
+          .scale_dtype = parse_dtype(from.text("scale_dtype", "float16")),
+          .stacked = from.flag("stacked", false)};
+}
+
 std::map<std::string, std::tuple<int, int, int>> model_limits() {
   std::map<std::string, std::tuple<int, int, int>> limits;
   for (const FieldLimit& limit : kModelLimits) {
@@ -104,11 +125,15 @@ void bind_model_spec(py::module_& m) {
                     "Of each layer its blocks: kind, where it differs from other fields. Empty: "
                     "attention, mlp.")
       .def_readwrite("linear_method", &ModelSpec::linear_method,
-                     "\"dense\" | \"w4a16\" | \"w4_rtn\" | \"w8_rtn\" | ... (`registered`).")
+                     "\"dense\" | \"packed\" | ... (`registered`).")
       .def_readwrite("linear_overrides", &ModelSpec::linear_overrides,
                      "Module name -> method, e.g. {\"lm_head\": \"dense\"}.")
-      .def_readwrite("linear_options", &ModelSpec::linear_options,
-                     "Of the methods, e.g. {\"group_size\": 128}.");
+      .def_property(
+          "linear_options", [](const ModelSpec& spec) { return values_of(spec.linear_options); },
+          [](ModelSpec& spec, const ParamValues& values) {
+            spec.linear_options = linear_options_of(values);
+          },
+          "How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h.");
 }
 
 void bind_drafter_spec(py::module_& m) {

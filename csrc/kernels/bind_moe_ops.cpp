@@ -42,8 +42,8 @@ SortedRows sorted_rows_of(SharedArray y, SharedArray x, const OpsRouting& routin
 }
 
 // blocks: [experts, bytes]
-W4Weight w4_experts_of(SharedArray blocks, const OpsRouting& routing, int64_t n, int64_t k,
-                       bool zero_points, const std::string& scale_dtype, bool gated) {
+PackedWeight packed_experts_of(SharedArray blocks, const OpsRouting& routing, int64_t n, int64_t k,
+                               bool zero_points, const std::string& scale_dtype, bool gated) {
   const Tensor all = blocks->tensor();
   CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
         "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
@@ -76,14 +76,14 @@ void bind_sorted_gemms(py::module_& m) {
       "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false,
       "gated"_a = false, "csrc/kernels/moe/sorted_gemm.h");
   m.def(
-      "w4_sorted_gemm",
+      "packed_sorted_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, bool sorted_y, int64_t n, int64_t k, bool zero_points,
          const std::string& scale_dtype, bool gated) {
-        w4_sorted_gemm(c.ctx,
-                       {.rows = sorted_rows_of(y, x, routing, sorted_y),
-                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
-                        .stride = blocks->tensor().size(1)});
+        packed_sorted_gemm(
+            c.ctx, {.rows = sorted_rows_of(y, x, routing, sorted_y),
+                    .w = packed_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                    .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false, "n"_a,
       "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
@@ -162,14 +162,14 @@ void bind_moe_ops(py::module_& m) {
       "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1,
       "gated"_a = false, "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h");
   m.def(
-      "w4_expert_gemm",
+      "packed_expert_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, int pairs_per_x, int64_t n, int64_t k, bool zero_points,
          const std::string& scale_dtype, bool gated, bool routing_is_complete) {
-        w4_expert_gemm(c.ctx,
-                       {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
-                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
-                        .stride = blocks->tensor().size(1)});
+        packed_expert_gemm(
+            c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
+                    .w = packed_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                    .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1, "n"_a,
       "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,

@@ -173,6 +173,6 @@ void bind_delta_net_ops(pybind11::module_& ops);  // bind_delta_net_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
-void bind_w4_ops(pybind11::module_& ops);         // bind_w4_ops.cpp
+void bind_packed_ops(pybind11::module_& ops);     // bind_packed_ops.cpp
 
 }  // namespace cpmcu

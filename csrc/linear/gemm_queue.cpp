@@ -6,13 +6,13 @@
 namespace cpmcu {
 
 bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
-  if (gemm.w4.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  if (gemm.packed.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
   if (!combine_.hidden.empty()) flush();
   if (!gemms_.empty()) {
     const FusedGemm& first = gemms_.front();
     const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&
                        first.is_dense() == gemm.is_dense() &&
-                       first.w4.zero_points == gemm.w4.zero_points;
+                       first.packed.zero_points == gemm.packed.zero_points;
     // A queued callback reads y: flush before y is overwritten.
     if (!alike || gemms_.size() == kMaxFusedGemms || (!after_.empty() && gemm.beta != 0)) flush();
   }
@@ -32,18 +32,18 @@ bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
   }
   gemms_.push_back(gemm);
   memory_ = memory;
-  note(gemm.w4);
+  note(gemm.packed);
   return true;
 }
 
-void GemmQueue::note(const W4Weight& weight) {
+void GemmQueue::note(const PackedWeight& weight) {
   if (order_ == nullptr || weight.blocks == nullptr) return;
   order_->resize(std::max(order_->size(), next_ + 1));
   (*order_)[next_++] = weight;
 }
 
 // The first weights of the next launch, if it is the same as in the previous pass.
-std::vector<W4Weight> GemmQueue::following() const {
+std::vector<PackedWeight> GemmQueue::following() const {
   if (order_ == nullptr) return {};
   const auto from = order_->begin() + static_cast<std::ptrdiff_t>(next_);
   return {from, from + std::min<std::ptrdiff_t>(kMaxFollowing, order_->end() - from)};

@@ -20,7 +20,7 @@ class GemmQueue final : public PendingLaunches {
  public:
   // Queues only in a decode pass; other passes have too many rows. `order`: records 4-bit weights
   // in launch order, so that the next pass can look up the weights that follow; null: no record.
-  GemmQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
+  GemmQueue(const Context& ctx, Phase phase, std::vector<PackedWeight>* order = nullptr)
       : plain_(ctx), queued_(ctx), order_(order) {
     if (phase == Phase::kDecode && fused_layer_runs(ctx)) queued_.pending = this;
   }
@@ -53,12 +53,12 @@ class GemmQueue final : public PendingLaunches {
   void flush() override;
 
  private:
-  void note(const W4Weight& weight);
-  std::vector<W4Weight> following() const;
+  void note(const PackedWeight& weight);
+  std::vector<PackedWeight> following() const;
 
   const Context& plain_;
   Context queued_;
-  std::vector<W4Weight>* order_;
+  std::vector<PackedWeight>* order_;
   size_t next_ = 0;  // index in order_
   std::vector<FusedGemm> gemms_;
   RmsNormParams norm_;         // after the last GEMM, until a GEMM reads it; empty: none

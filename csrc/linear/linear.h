@@ -4,13 +4,13 @@
 // REGISTER_LINEAR("name", Class), and one file in cpmcu/quant.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/arena.h"
 #include "core/context.h"
+#include "core/model_spec.h"
 #include "core/registry.h"
 #include "core/weights.h"
 #include "kernels/layer/silu_mul.h"
@@ -28,7 +28,7 @@ struct LinearConfig {
   std::vector<LinearPart> parts;
   int64_t in_features = 0;
   DType dtype = DType::kBF16;
-  std::map<std::string, int> options{};
+  LinearOptions options{};
   std::string name{};  // name of the stack, such as "….qkv_proj"; empty: the only part's name
   // whether the checkpoint has the weights; false: `load_rows` brings them
   bool has_tensors = true;

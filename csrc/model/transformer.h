@@ -86,7 +86,7 @@ class Transformer {
   Tensor head_in_;     // [head rows, H]
   Tensor logits_;      // [R, V] float32
 
-  mutable std::vector<W4Weight> gemm_order_;  // see GemmQueue
+  mutable std::vector<PackedWeight> gemm_order_;  // see GemmQueue
 };
 
 }  // namespace cpmcu

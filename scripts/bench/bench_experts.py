@@ -70,13 +70,13 @@ class Layer:
         )  # fmt: skip
 
     def gate_up(self) -> None:
-        ops.w4_expert_gemm(
+        ops.packed_expert_gemm(
             self.ctx, self.act, self.x, self.gate_up_w, self.routing, n=2 * self.shape.width,
             pairs_per_x=self.shape.top_k, k=self.shape.hidden, scale_dtype=DTYPE, gated=True,
         )  # fmt: skip
 
     def down(self, early: bool = False) -> None:
-        ops.w4_expert_gemm(
+        ops.packed_expert_gemm(
             self.ctx, self.out, self.act, self.down_w, self.routing, n=self.shape.hidden,
             k=self.shape.width, scale_dtype=DTYPE, routing_is_complete=early,
         )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Times w4_gemm and fused_layer on the GPU at the shapes of 8B models: a line for each row count.
+"""Times packed_gemm and fused_layer on the GPU at the shapes of 8B models.
+
+There is a line for each row count.
 
 First come single GEMMs, with lm_head in 16 bits. Then come the GEMMs of a layer (o, gate and up,
 down, the next qkv) with their norms, as separate launches and as one, in 4 bits and in 16.
@@ -61,7 +63,7 @@ def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[
     for _ in range(copies):
         array = ops.Array(ctx, [blocks.nbytes], "uint8")
         array.copy_from(blocks.reshape(-1).view(np.uint8))
-        made.append(ops.W4Weight(array, n=n, k=k, scale_dtype="float16", gated=gated))
+        made.append(ops.PackedWeight(array, n=n, k=k, scale_dtype="float16", gated=gated))
     return made
 
 
@@ -87,7 +89,7 @@ def time_gemm(
     copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k * bits // 8)))
     dense = bits == 16
     each = dense_weights(ctx, n, k, copies, dtype) if dense else weights(ctx, n, k, copies)
-    gemm = ops.skinny_gemm if dense else ops.w4_gemm
+    gemm = ops.skinny_gemm if dense else ops.packed_gemm
     times = {}
     for m in row_counts:
         x, y = rows_of(ctx, m, k, dtype), ops.Array(ctx, [m, n], dtype)
@@ -134,7 +136,7 @@ class Layer:
         ops.fused_layer(self.ctx, gemms, self.memory)
 
     def separate(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
-        gemm = ops.skinny_gemm if self.bits == 16 else ops.w4_gemm
+        gemm = ops.skinny_gemm if self.bits == 16 else ops.packed_gemm
         gemm(self.ctx, self.residual, self.x, o, beta=0.5)
         ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
         if self.bits == 16:

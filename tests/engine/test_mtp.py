@@ -99,7 +99,7 @@ def test_synthetic_acceptance(
     shape = {"spec_num_iter": 4, "spec_topk_per_iter": topk, "spec_tree_size": topk * 2 + 3}
     loaded = load(target, method="mtp", **shape)
     assert loaded.draft is not None and loaded.draft.method == "mtp"
-    assert loaded.spec.linear_method == ("w4a16" if quant else "dense")
+    assert loaded.spec.linear_method == ("packed" if quant else "dense")
     assert loaded.draft.model is not None and loaded.draft.model.linear_method == "dense"
     drive = Drive(loaded.engine)
     ids = [5, 900, 17]

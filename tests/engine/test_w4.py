@@ -145,7 +145,7 @@ def test_lm_head_quant_of_a_quantised_head(tmp_path: Path) -> None:
     tiny = dense(tmp_path, "llama", vocab_size=208)
     weights = quantise(tiny.weights, extra=("lm_head",))
     directory = write_w4(tmp_path / "w4", tiny.config, weights, "gptq")
-    with pytest.raises(ValueError, match="stores lm_head as w4a16, expected 'none'"):
+    with pytest.raises(ValueError, match="stores lm_head as gptq, expected 'none'"):
         logits(directory, "cpu", lm_head_quant="w4")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.kernels.packed import Weights
 from tests.kernels.util import (
     GPU,
     check,
@@ -22,7 +23,6 @@ from tests.kernels.util import (
     rounded,
     sizes,
 )
-from tests.kernels.w4 import Weights
 from tests.reference import ops as reference
 from tests.tolerances import KERNELS, assert_close
 
@@ -156,12 +156,12 @@ def expert_inputs(
 def grouped(
     device: str, x: Floats, w: Any, routing: Any, dtype: str, out: str, width: int, **options: Any
 ) -> Any:
-    """`w`: an Array [E, N, K], or (blocks, options of w4_expert_gemm)."""
+    """`w`: an Array [E, N, K], or (blocks, options of packed_expert_gemm)."""
     y = empty(device, [len(x) * options.get("pairs_per_x", 1), width], out)
     rows = put(device, x, dtype)
     if isinstance(w, tuple):
         options.pop("gated", None)
-        ops.w4_expert_gemm(context(device), y, rows, w[0], routing, **w[1], **options)
+        ops.packed_expert_gemm(context(device), y, rows, w[0], routing, **w[1], **options)
     else:
         ops.expert_gemm(context(device), y, rows, w, routing, **options)
     return y

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention import Case
+from tests.kernels.packed import Weights, random_x, scratch_of
 from tests.kernels.util import (
     Floats,
     Step,
@@ -28,7 +29,6 @@ from tests.kernels.util import (
     rounded,
     sizes,
 )
-from tests.kernels.w4 import Weights, random_x, scratch_of
 from tests.reference import ops as reference
 from tests.tolerances import KERNELS, assert_close
 

@@ -113,8 +113,10 @@ def test_early_weights_change_nothing(num_tokens: int) -> None:
     def layer(early: bool) -> None:
         norm = {"norm_x": stream, "norm_weight": weight}
         ops.moe_router(ctx, logits, x, router, routing, memory=memory, **norm)
-        ops.w4_expert_gemm(ctx, act, x, up_blocks, routing, pairs_per_x=top_k, **up)
-        ops.w4_expert_gemm(ctx, out, act, down_blocks, routing, routing_is_complete=early, **down)
+        ops.packed_expert_gemm(ctx, act, x, up_blocks, routing, pairs_per_x=top_k, **up)
+        ops.packed_expert_gemm(
+            ctx, out, act, down_blocks, routing, routing_is_complete=early, **down
+        )
         ops.moe_combine(ctx, stream, out, routing, scale=0.1)
 
     def layers() -> None:

@@ -68,13 +68,13 @@ def sorted_pairs(
     gated: bool = False,
     sorted_y: bool = False,
 ) -> Any:
-    """`x`: rows of tokens. `w`: an Array [E, N, K], or (blocks, options of w4_sorted_gemm)."""
+    """`x`: rows of tokens. `w`: an Array [E, N, K], or (blocks, options of packed_sorted_gemm)."""
     num_pairs = routing.pairs.numpy().size
     rows = empty(device, [num_pairs, x.shape[1]], dtype)
     ops.gather_pairs(context(device), rows, put(device, x, dtype), routing)
     y = empty(device, [num_pairs, width], out)
     if isinstance(w, tuple):
-        ops.w4_sorted_gemm(context(device), y, rows, w[0], routing, sorted_y=sorted_y, **w[1])
+        ops.packed_sorted_gemm(context(device), y, rows, w[0], routing, sorted_y=sorted_y, **w[1])
     else:
         ops.sorted_gemm(context(device), y, rows, w, routing, sorted_y=sorted_y, gated=gated)
     return y

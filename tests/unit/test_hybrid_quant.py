@@ -45,7 +45,7 @@ def plan(directory: Path) -> QuantPlan:
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_dense_modules_have_the_engines_names(tmp_path: Path, family: str, layout: str) -> None:
     found = plan(write_hybrid_w4(tmp_path, family, layout).directory)
-    assert found.linear_method == "w4a16" and found.linear_options["fused"] == 0
+    assert found.linear_method == "packed" and not found.linear_options.stacked
     small = {f"model.layers.{i}.linear_attn.in_proj_ba": "dense" for i in range(3)}
     assert found.linear_overrides == {**small, "lm_head": "dense"}
 

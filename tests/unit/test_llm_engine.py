@@ -173,7 +173,7 @@ def test_the_tokenizer_is_read_before_the_weights(model, tmp_path):
 def test_the_cpu_plan_has_no_buffers_of_cuda_kernels():
     with LLM(str(ASSETS / "tiny-python-minicpm-w4"), **SETTINGS) as llm:
         sizes = {row["name"]: row["bytes"] for row in llm.memory_plan()}
-    for name in ("attention.partials", "w4.dequantized", "w4.partials", "fused_layer"):
+    for name in ("attention.partials", "packed.dequantized", "packed.partials", "fused_layer"):
         assert sizes[name] == 0
 
 

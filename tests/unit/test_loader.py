@@ -16,7 +16,7 @@ from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.loader import LoadedModel, choose_dtype, load_model
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant import registry as quant_registry
-from cpmcu.quant.registry import QuantPlan, Repack, register_quant
+from cpmcu.quant.registry import LinearOptions, QuantPlan, Repack, register_quant
 from tests.reference.fake_extension import FakeEngine, fake_extension
 from tests.reference.tiny_checkpoints import (
     FAMILIES,
@@ -301,7 +301,7 @@ def test_scheme_from_outside_repacks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             name = "model.embed_tokens.weight"
             output = TensorMeta(name, "float32", tensors["embed.codes"].shape)
             repack = Repack(inputs, (output,), lambda t: {name: t[inputs[0]] * t[inputs[1]]})
-            return QuantPlan("halved", "dense", {"group_size": 4}, repacks=(repack,))
+            return QuantPlan("halved", "dense", LinearOptions(group_size=4), repacks=(repack,))
 
     weights = random_weights(tiny_config("llama"))
     embedding = weights.pop("model.embed_tokens.weight")
@@ -310,7 +310,7 @@ def test_scheme_from_outside_repacks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = load(tmp_path)
     loaded = model.engine.loaded  # type: ignore[attr-defined]
     np.testing.assert_array_equal(loaded["model.embed_tokens.weight"][1], embedding)
-    assert model.spec.linear_options == {"group_size": 4}
+    assert model.spec.linear_options == LinearOptions(group_size=4).to_dict()
 
 
 def test_cublas_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

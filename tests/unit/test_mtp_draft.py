@@ -121,7 +121,7 @@ def test_a_dense_head_of_a_quantised_target(tmp_path: Path, layout: str) -> None
 def test_a_quantised_head(tmp_path: Path) -> None:
     target = write_hybrid_w4(tmp_path, "qwen3_5", "gptq", dense=("mtp.fc",))
     spec = spec_of(opened(read(target.directory), None))
-    assert spec.model.linear_method == "w4a16"
+    assert spec.model.linear_method == "packed"
     expected = {"draft.fc": "dense", "draft.lm_head": "w4_rtn"}
     assert spec.model.linear_overrides == expected
 

@@ -12,7 +12,7 @@ from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.index import read_json
 from cpmcu.loading.loader import with_head
-from cpmcu.quant.registry import QuantPlan, plan_quant
+from cpmcu.quant.registry import LinearOptions, QuantPlan, plan_quant
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_w4 import LAYOUTS, SIZES, quantise, write_w4
 
@@ -44,14 +44,15 @@ def plan(directory: Path) -> QuantPlan:
 def test_recognised(tiny: TinyCheckpoint, tmp_path: Path, layout: str, group_size: int) -> None:
     weights = quantise(tiny.weights, group_size=group_size)
     found = plan(write_w4(tmp_path, tiny.config, weights, layout))
-    assert found.scheme == SCHEMES[layout] and found.linear_method == "w4a16"
-    assert found.linear_options == {
-        "format": LAYOUTS.index(layout),
-        "group_size": group_size,
-        "zero_points": int(layout == "awq"),
-        "bfloat16_scales": 0,
-        "fused": int(layout == "marlin"),
-    }
+    assert found.scheme == SCHEMES[layout] and found.linear_method == "packed"
+    assert found.linear_options == LinearOptions(
+        layout="int4",
+        format=layout,
+        group_size=group_size,
+        zero_points=layout == "awq",
+        scale_dtype="float16",
+        stacked=layout == "marlin",
+    )
     assert found.linear_overrides == {"lm_head": "dense"}
 
 
@@ -61,12 +62,12 @@ def test_zero_points_are_loaded_if_present(
 ) -> None:
     weights = quantise(tiny.weights, has_zeros=True, scale_dtype="bfloat16")
     options = plan(write_w4(tmp_path, tiny.config, weights, layout)).linear_options
-    assert options["zero_points"] == 1 and options["bfloat16_scales"] == 1
+    assert options.zero_points and options.scale_dtype == "bfloat16"
 
 
 def test_gptq_without_sym_loads_zero_points(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), "gptq", quant={"sym": None})
-    assert plan(directory).linear_options["zero_points"] == 1
+    assert plan(directory).linear_options.zero_points
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
@@ -82,7 +83,7 @@ def test_desc_act_has_no_effect_on_channel_wise_scales(
 ) -> None:
     weights = quantise(tiny.weights, group_size=-1)
     directory = write_w4(tmp_path, tiny.config, weights, "gptq", quant={"desc_act": True})
-    assert plan(directory).linear_options["group_size"] == -1
+    assert plan(directory).linear_options.group_size == -1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,7 +131,7 @@ def test_a_quantised_lm_head_stays_quantised(tiny: TinyCheckpoint, tmp_path: Pat
     weights = quantise(big.weights, extra=("lm_head",))
     found = plan(write_w4(tmp_path / "w4", big.config, weights, "gptq"))
     assert found.linear_overrides == {}
-    with pytest.raises(ValueError, match="stores lm_head as w4a16, expected 'none'"):
+    with pytest.raises(ValueError, match="stores lm_head as gptq, expected 'none'"):
         with_head(found, "w8")
 
 

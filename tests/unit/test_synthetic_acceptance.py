@@ -83,7 +83,7 @@ def test_text_and_acceptance_follow_the_plan(
     quantised = (target / "config.json").read_text().count("quantization_config")
     assert loaded.draft is not None
     for spec in (loaded.spec, loaded.draft.model):
-        assert spec.linear_method == ("w4a16" if quantised else "dense")
+        assert spec.linear_method == ("packed" if quantised else "dense")
     engine = loaded.engine
     slot = engine.add_sequence(sampling(max_tokens=ROOM), PROMPT)
     assert engine.reserve(slot, ROOM)

@@ -82,11 +82,11 @@ void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gat
   });
 }
 
-void in_4_bits(const Context& ctx, const Rows& rows, W4Weight w, int64_t stride) {
+void in_4_bits(const Context& ctx, const Rows& rows, PackedWeight w, int64_t stride) {
   char* const blocks = static_cast<char*>(w.blocks);
   for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
     w.blocks = blocks + expert * stride;
-    cpu::w4_gemm(ctx, {.y = sums, .x = x, .w = w});
+    cpu::packed_gemm(ctx, {.y = sums, .x = x, .w = w});
   });
 }
 
@@ -97,8 +97,8 @@ void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
   dense(ctx, p.rows, p.w, p.gated);
 }
 
-void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
-  check_w4_expert_gemm(p);
+void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
+  check_packed_expert_gemm(p);
   in_4_bits(ctx, p.rows, p.w, p.stride);
 }
 
@@ -117,8 +117,8 @@ void sorted_gemm(const Context& ctx, const SortedGemmParams& p) {
   dense(ctx, p.rows, p.w, p.gated);
 }
 
-void w4_sorted_gemm(const Context& ctx, const W4SortedGemmParams& p) {
-  check_w4_sorted_gemm(p);
+void packed_sorted_gemm(const Context& ctx, const PackedSortedGemmParams& p) {
+  check_packed_sorted_gemm(p);
   in_4_bits(ctx, p.rows, p.w, p.stride);
 }
 

@@ -60,21 +60,21 @@ const int kLevel = __builtin_cpu_supports("x86-64-v4")   ? 4
 
 }  // namespace
 
-void add_w4_strip(const uint32_t* words, const float* scales, const float* x, int64_t x_stride,
-                  int64_t num_x, float* sums) {
-  CPMCU_SIMD_CALL(add_w4_strip, words, scales, x, x_stride, num_x, sums);
+void add_int4_strip(const uint32_t* words, const float* scales, const float* x, int64_t x_stride,
+                    int64_t num_x, float* sums) {
+  CPMCU_SIMD_CALL(add_int4_strip, words, scales, x, x_stride, num_x, sums);
 }
 
 // Vector i of 32 k: k = 16 (j / 2 % 2) + 8 (i % 2) + 2 (j / 4) + i / 2 in lane j.
-void w4_fragments(const float* x, int64_t k, float* out) {
-  for (int at = 0; at < kW4FragmentFloats; ++at) {
+void strip_fragments(const float* x, int64_t k, float* out) {
+  for (int at = 0; at < kFragmentFloats; ++at) {
     const int step = at / 64, i = at / 16 % 4, j = at % 16;
     const int from = 32 * step + 16 * (j / 2 % 2) + 8 * (i % 2) + 2 * (j / 4) + i / 2;
     out[at] = from < k ? x[from] : 0;
   }
 }
 
-float w4_strip_row(const float* sums, int row) {
+float strip_row(const float* sums, int row) {
   const float* at = sums + 32 * (row % 8) + 16 * (row / 8 % 2) + row / 16;
   return ((at[0] + at[2]) + (at[4] + at[6])) + ((at[8] + at[10]) + (at[12] + at[14]));
 }

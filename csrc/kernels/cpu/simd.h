@@ -56,18 +56,18 @@ void add_scaled_rows(const float* p, const float* w, int64_t num_rows, int64_t l
 void add_scaled_rows(const float* p, const fp16* w, int64_t num_rows, int64_t length, float* sum);
 void add_scaled_rows(const float* p, const bf16* w, int64_t num_rows, int64_t length, float* sum);
 
-// A strip is 32 rows of a 4-bit weight block, 512 words (kernels/gemm/w4a16.h). Its accumulators
-// are kW4StripSums floats in fragment order; w4_strip_row adds those of one row.
-constexpr int kW4StripRows = 32;
-constexpr int kW4StripSums = 256;
-constexpr int kW4FragmentFloats = 256;  // one row of x, 128 k
-// Writes x [k], padded with zeros to 128, in the order in which add_w4_strip reads it.
-void w4_fragments(const float* x, int64_t k, float* out);
+// A strip is 32 rows of a 4-bit weight block, 512 words (kernels/gemm/packed/packed.h). Its
+// accumulators are kStripSums floats in fragment order; strip_row adds those of one row.
+constexpr int kStripRows = 32;
+constexpr int kStripSums = 256;
+constexpr int kFragmentFloats = 256;  // one row of x, 128 k
+// Writes x [k], padded with zeros to 128, in the order in which add_int4_strip reads it.
+void strip_fragments(const float* x, int64_t k, float* out);
 // sums[m] += scale[row] * sum over k of (q - 8) * x[m, k], for the 128 k of a strip. Rows x[m] are
 // `x_stride` floats apart; scales [32] are one for each row.
-void add_w4_strip(const uint32_t* words, const float* scales, const float* x, int64_t x_stride,
-                  int64_t num_x, float* sums);
-float w4_strip_row(const float* sums, int row);
+void add_int4_strip(const uint32_t* words, const float* scales, const float* x, int64_t x_stride,
+                    int64_t num_x, float* sums);
+float strip_row(const float* sums, int row);
 
 // `x` as float32: unchanged if it is float32, else converted in `buffer`.
 inline const float* as_floats(const float* x, int64_t, std::vector<float>&) { return x; }

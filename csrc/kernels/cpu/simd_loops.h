@@ -186,10 +186,10 @@ template <typename T>
 
 // There are 8 rows g of 16 words. Word j of a row has quad j / 4, half step j / 2 % 2 and m16 tile
 // j % 2. Nibble i of it is of weight row 16 tile + 8 (i % 2) + g and of vector i / 2 of x (see
-// w4_fragments).
-void add_w4_strip(const uint32_t* __restrict__ words, const float* __restrict__ scales,
-                  const float* __restrict__ x, int64_t x_stride, int64_t num_x,
-                  float* __restrict__ sums) {
+// strip_fragments).
+void add_int4_strip(const uint32_t* __restrict__ words, const float* __restrict__ scales,
+                    const float* __restrict__ x, int64_t x_stride, int64_t num_x,
+                    float* __restrict__ sums) {
   for (int g = 0; g < 8; ++g) {
     float low_scales[16], high_scales[16];  // of nibbles 0, 2, 4, 6 and of 1, 3, 5, 7
 #pragma omp simd
@@ -209,7 +209,7 @@ void add_w4_strip(const uint32_t* __restrict__ words, const float* __restrict__ 
       }
     }
     for (int64_t m = 0; m < num_x; ++m) {
-      float* low = sums + m * kW4StripSums + 32 * g;
+      float* low = sums + m * kStripSums + 32 * g;
       float* high = low + 16;
       alignas(64) float low_sum[16] = {}, high_sum[16] = {};
       for (int step = 0; step < 4; ++step) {

@@ -43,15 +43,15 @@ bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary) {
   return rotary.qkv.data() == last.y.data() && rotary.tokens.num_tokens == last.y.size(0) &&
          rotary.layout.is_packed() && rotary_dim_of(rotary) == dim && !last.is_gated() &&
          last.beta == 0 && rotary.k_scales.empty() && rotary.q_norm.empty() &&
-         rotary.k_norm.empty() && dim >= 64 && kW4BlockRows % dim == 0;
+         rotary.k_norm.empty() && dim >= 64 && kPackedRows % dim == 0;
 }
 
 namespace {
 
 void check_gemm(const FusedGemm& gemm) {
   if (!gemm.is_dense()) {
-    return check_w4_gemm(
-        {.y = gemm.y, .x = gemm.x, .w = gemm.w4, .alpha = gemm.alpha, .beta = gemm.beta});
+    return check_packed_gemm(
+        {.y = gemm.y, .x = gemm.x, .w = gemm.packed, .alpha = gemm.alpha, .beta = gemm.beta});
   }
   const bool fits = gemm.y.num_dims() == 2 && gemm.x.num_dims() == 2 && gemm.w.num_dims() == 2 &&
                     gemm.w.size(1) == gemm.x.size(1) && gemm.y.size(0) == gemm.x.size(0) &&
@@ -71,14 +71,14 @@ void check_fused_layer(const FusedLayerParams& p) {
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.nibble_planes == 1 &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.packed.nibble_planes == 1 &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),
           "fused_layer: gemm {} has {} rows of {}, y of {}, {} nibble planes and W of {} bits; "
           "expected "
           "the rows, the dtype and the bits of the first gemm, and one nibble plane",
           i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()),
-          gemm.w4.nibble_planes, gemm.is_dense() ? 16 : 4);
+          gemm.packed.nibble_planes, gemm.is_dense() ? 16 : 4);
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&
@@ -102,12 +102,12 @@ void check_fused_layer(const FusedLayerParams& p) {
 
 void multiply(const Context& ctx, const FusedGemm& gemm) {
   if (!gemm.is_dense()) {
-    w4_gemm(ctx, {.y = gemm.y,
-                  .x = gemm.x,
-                  .w = gemm.w4,
-                  .alpha = gemm.alpha,
-                  .beta = gemm.beta,
-                  .scratch = gemm.scratch});
+    packed_gemm(ctx, {.y = gemm.y,
+                      .x = gemm.x,
+                      .w = gemm.packed,
+                      .alpha = gemm.alpha,
+                      .beta = gemm.beta,
+                      .scratch = gemm.scratch});
   } else if (gemm.gated) {
     skinny_gemm(ctx, {.y = gemm.scratch, .x = gemm.x, .w = gemm.w});
     silu_mul(ctx, {.out = gemm.y, .x = gemm.scratch});
@@ -122,7 +122,7 @@ void multiply(const Context& ctx, const FusedGemm& gemm) {
 void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   check_fused_layer(params);
 #ifdef CPMCU_SM90
-  // w4_gemm adds in another order, so the choice must not depend on the number of rows.
+  // packed_gemm adds in another order, so the choice must not depend on the number of rows.
   const bool is_alone =
       params.gemms.size() == 1 && !params.gemms.front().is_dense() && params.rotary.qkv.empty();
   if (fused_layer_runs(ctx) && !is_alone) return cuda::fused_layer_sm90(ctx, params);

@@ -1,7 +1,7 @@
 // The GEMMs of a decoder layer that depend on one another, as one kernel: o, gate and up, down, and
 // the qkv of the next layer.
 //
-// GEMM i computes y = alpha * x W^T + beta * y, as w4_gemm or skinny_gemm does. If a GEMM has a
+// GEMM i computes y = alpha * x W^T + beta * y, as packed_gemm or skinny_gemm does. If a GEMM has a
 // norm, `normed` stands for the RMS-normed rows of y, and the next GEMM reads it. The contents of
 // `normed` after the launch are unspecified. All W have 4 bits (one nibble plane), or all have 16.
 // y has the dtype of x.
@@ -15,13 +15,13 @@
 // used on a device that processes share through MPS.
 //
 // On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. A 4-bit GEMM alone,
-// without rotary_kv, is always a launch of w4_gemm, which is faster.
+// without rotary_kv, is always a launch of packed_gemm, which is faster.
 #pragma once
 
 #include <vector>
 
 #include "kernels/attention/attention.h"
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/packed/packed.h"
 #include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu {
@@ -35,26 +35,26 @@ constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W has 16 bits
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
 constexpr int kMaxFlaggedGroups = 2;
 // Bytes of the partial sums of 8 rows.
-constexpr int64_t kFusedSumBytes = int64_t{kMaxFusedCtas} * kW4BlockRows * 8 * 4;
+constexpr int64_t kFusedSumBytes = int64_t{kMaxFusedCtas} * kPackedRows * 8 * 4;
 
 struct FusedGemm {
-  Tensor y;            // [M, N] (gated: [M, N / 2])
-  Tensor x;            // [M, K]
-  W4Weight w4{};       // W in 4 bits, or
-  Tensor w{};          // W in 16 bits: [N, K], x's dtype
-  bool gated = false;  // rows [0, N / 2) of W are gate, the others up
-  float alpha = 1;     // as in GemmParams; 1 if gated
+  Tensor y;               // [M, N] (gated: [M, N / 2])
+  Tensor x;               // [M, K]
+  PackedWeight packed{};  // W in 4 bits, or
+  Tensor w{};             // W in 16 bits: [N, K], x's dtype
+  bool gated = false;     // rows [0, N / 2) of W are gate, the others up
+  float alpha = 1;        // as in GemmParams; 1 if gated
   float beta = 0;
-  Tensor scratch{};      // fallback only: w4_gemm's scratch, or [M, N] for a gated 16-bit W
+  Tensor scratch{};      // fallback only: packed_gemm's scratch, or [M, N] for a gated 16-bit W
   Tensor normed{};       // [M, N]; empty: no norm
   Tensor norm_weight{};  // [N]
   float norm_eps = 0;
   float norm_offset = 0;  // added to norm_weight
 
   bool is_dense() const { return !w.empty(); }
-  bool is_gated() const { return is_dense() ? gated : w4.gated; }
+  bool is_gated() const { return is_dense() ? gated : packed.gated; }
   int64_t out_features() const { return is_gated() ? stored_rows() / 2 : stored_rows(); }
-  int64_t stored_rows() const { return is_dense() ? w.size(0) : w4.n; }
+  int64_t stored_rows() const { return is_dense() ? w.size(0) : packed.n; }
 };
 
 // Whether rotary_kv may follow a fused layer that ends with `last`: no q/k norm, no fp8 cache,
@@ -68,7 +68,7 @@ struct FusedLayerParams {
   RotaryKvParams rotary{};       // after the last GEMM; qkv empty: none
   AttentionParams attention{};   // before the first GEMM; out empty: none
   // The first weights of the next fused layer launch, up to kMaxFollowing: may be prefetched to L2.
-  std::vector<W4Weight> following{};
+  std::vector<PackedWeight> following{};
   Tensor memory;  // [fused_layer_bytes] uint8, initialised once by fused_layer_prepare
 };
 

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
         (gemm.over_slices(kWarps * (slice + 1) + gemm.slices - 1) - first_warp_tile) * kGroups;
 #pragma unroll 1
     for (int tile = range.tile; tile < gemm.tiles; tile += gridDim.x) {
-      const int n0 = tile * kW4BlockRows;
+      const int n0 = tile * kPackedRows;
       EpilogueTiles<T, kGroups> epilogue{args, gemm, y, n0, first_warp_tile, rotated, g, q2};
       if (rotated && warp < num_epilogue_tiles) epilogue.load_rotations(warp);
       if (kGroups < 8 && !alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
         }
         row_scales[threadIdx.x] = scale;
       }
-      if (alone && n0 + kW4BlockRows <= gemm.n) {
+      if (alone && n0 + kPackedRows <= gemm.n) {
         ptx::named_barrier<1, kThreads>();
         store_gated<T>(gemm, y, sums, row_scales, args.m, n0 + warp * 32 + g, g, q2);
         ptx::named_barrier<1, kThreads>();
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
 
 // Cuts K into as many slices as there are CTAs for.
 void divide_work(WeightBlocks& of, int n, int num_ctas) {
-  of.tiles = (n + kW4BlockRows - 1) / kW4BlockRows;
+  of.tiles = (n + kPackedRows - 1) / kPackedRows;
   of.slices = std::clamp(num_ctas / of.tiles, 1, std::min(kWarps, of.k_blocks));
   of.slice_blocks = of.k_blocks / of.slices;
   of.longer_slices = of.k_blocks % of.slices;
@@ -328,7 +328,7 @@ void divide_work(WeightBlocks& of, int n, int num_ctas) {
   of.active_ctas = std::min(of.tiles * of.slices, num_ctas);
 }
 
-void set_weight_blocks(WeightBlocks& of, const W4Weight& w, int num_ctas) {
+void set_weight_blocks(WeightBlocks& of, const PackedWeight& w, int num_ctas) {
   of.blocks = static_cast<const char*>(w.blocks);
   of.k_blocks = static_cast<int>(w.k_blocks());
   of.block_bytes = static_cast<int>(w.block_bytes());
@@ -364,8 +364,8 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
     gemm.k_blocks = (k + Mainloop::kBlockK - 1) / Mainloop::kBlockK;
     divide_work(gemm, n, num_ctas);
   } else {
-    set_weight_blocks(gemm, from.w4, num_ctas);
-    gemm.bf16_scales = from.w4.scale_dtype == DType::kBF16;
+    set_weight_blocks(gemm, from.packed, num_ctas);
+    gemm.bf16_scales = from.packed.scale_dtype == DType::kBF16;
   }
   if (before != nullptr && !before->normed.empty()) {
     gemm.inv_size = 1.0f / static_cast<float>(k);
@@ -404,10 +404,11 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_w4(const Context& ctx, const FusedLayerArgs& args, const AttentionParams& attention,
-               int num_ctas, bool zeros) {
-  zeros ? launch_fused_layer<W4Mainloop<Mma, T, kGroups, true>>(ctx, args, attention, num_ctas)
-        : launch_fused_layer<W4Mainloop<Mma, T, kGroups, false>>(ctx, args, attention, num_ctas);
+void launch_packed(const Context& ctx, const FusedLayerArgs& args, const AttentionParams& attention,
+                   int num_ctas, bool zeros) {
+  zeros
+      ? launch_fused_layer<PackedMainloop<Mma, T, kGroups, true>>(ctx, args, attention, num_ctas)
+      : launch_fused_layer<PackedMainloop<Mma, T, kGroups, false>>(ctx, args, attention, num_ctas);
 }
 
 }  // namespace
@@ -427,7 +428,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
   const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
   bool zeros = false, rotates = false;
-  for (const FusedGemm& gemm : p.gemms) zeros |= gemm.w4.zero_points;
+  for (const FusedGemm& gemm : p.gemms) zeros |= gemm.packed.zero_points;
   const int64_t most_rows = p.gemms.front().is_dense() ? kMaxRows : kMaxFusedRows;
   for (int64_t row = 0; row < num_rows; row += most_rows) {
     const int64_t m = std::min(most_rows, num_rows - row);
@@ -473,7 +474,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         constexpr int kGroups = decltype(constant)::value;
         using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<(kGroups >= 8 ? 1 : 2)>>;
         if (!p.gemms.front().is_dense()) {
-          launch_w4<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
+          launch_packed<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
         } else if constexpr (kGroups <= 8) {
           launch_fused_layer<DenseMainloop<T, kGroups>>(ctx, args, p.attention, num_ctas);
         }

@@ -17,7 +17,7 @@ namespace cpmcu {
 
 constexpr int kMaxSkinnyRows = 64;
 
-// Whether large_gemm and w4_gemm have fast kernels of this engine for the rows of a prompt.
+// Whether large_gemm and packed_gemm have fast kernels of this engine for the rows of a prompt.
 inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
 #ifdef CPMCU_SM90
   return compute_capability == 90;

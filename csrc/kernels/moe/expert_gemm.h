@@ -1,12 +1,12 @@
 // GEMMs with the weights of each pair's expert, for the pairs of moe_route:
 //   y[p] = x[row of p] W[expert of p]^T, or silu(x gate^T) * (x up^T) if W stacks gate and up.
 //
-// `expert_gemm` has weights of 16 bits (32 on the CPU), `w4_expert_gemm` has 4-bit weights in the
-// blocks of kernels/gemm/w4a16.h. The order of additions depends on N and K only, so a pair's bits
-// do not depend on the other pairs. Which experts are read is decided on the device.
+// `expert_gemm` has weights of 16 bits (32 on the CPU), `packed_expert_gemm` has 4-bit weights in
+// the blocks of kernels/gemm/packed/packed.h. The order of additions depends on N and K only, so a
+// pair's bits do not depend on the other pairs. Which experts are read is decided on the device.
 #pragma once
 
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/packed/packed.h"
 #include "kernels/moe/moe_route.h"
 
 namespace cpmcu {
@@ -28,9 +28,9 @@ struct ExpertGemmParams {
   bool gated = false;
 };
 
-struct W4ExpertGemmParams {
+struct PackedExpertGemmParams {
   ExpertRows rows;
-  W4Weight w;          // of expert 0
+  PackedWeight w;      // of expert 0
   int64_t stride = 0;  // bytes from one expert's blocks to the next
 };
 
@@ -57,18 +57,19 @@ inline void check_expert_gemm(const ExpertGemmParams& p) {
   check_expert_rows("expert_gemm", p.rows, p.w.size(1) / (p.gated ? 2 : 1), p.w.size(2));
 }
 
-inline void check_w4_expert_gemm(const W4ExpertGemmParams& p) {
-  check_w4_weight(p.w);
-  CHECK(p.w.nibble_planes == 1, "w4_expert_gemm: W has {} nibble planes, expected 1",
+inline void check_packed_expert_gemm(const PackedExpertGemmParams& p) {
+  check_packed_weight(p.w);
+  CHECK(p.w.nibble_planes == 1, "packed_expert_gemm: W has {} nibble planes, expected 1",
         p.w.nibble_planes);
   CHECK(p.stride >= p.w.num_bytes() && p.stride % 16 == 0,
-        "w4_expert_gemm: experts of {} bytes are {} bytes apart, expected a multiple of 16 that is "
+        "packed_expert_gemm: experts of {} bytes are {} bytes apart, expected a multiple of 16 "
+        "that is "
         "no less",
         p.w.num_bytes(), p.stride);
-  check_expert_rows("w4_expert_gemm", p.rows, p.w.out_features(), p.w.k);
+  check_expert_rows("packed_expert_gemm", p.rows, p.w.out_features(), p.w.k);
 }
 
 REGISTER_OP(expert_gemm, ExpertGemmParams)
-REGISTER_OP(w4_expert_gemm, W4ExpertGemmParams)
+REGISTER_OP(packed_expert_gemm, PackedExpertGemmParams)
 
 }  // namespace cpmcu

@@ -7,9 +7,9 @@
 namespace cpmcu::cuda {
 
 #ifdef CPMCU_SM90
-// sorted_gemm_sm90.cu and w4_sorted_gemm_sm90.cu
+// sorted_gemm_sm90.cu and packed_sorted_gemm_sm90.cu
 void sorted_gemm_sm90(const Context& ctx, const SortedGemmParams& params);
-void w4_sorted_gemm_sm90(const Context& ctx, const W4SortedGemmParams& params);
+void packed_sorted_gemm_sm90(const Context& ctx, const PackedSortedGemmParams& params);
 #endif
 
 namespace {
@@ -35,12 +35,12 @@ void sorted_gemm(const Context& ctx, const SortedGemmParams& params) {
 #endif
 }
 
-void w4_sorted_gemm(const Context& ctx, const W4SortedGemmParams& params) {
-  check_w4_sorted_gemm(params);
-  check_launch("w4_sorted_gemm", ctx, params.rows, params.w.blocks);
+void packed_sorted_gemm(const Context& ctx, const PackedSortedGemmParams& params) {
+  check_packed_sorted_gemm(params);
+  check_launch("packed_sorted_gemm", ctx, params.rows, params.w.blocks);
   if (params.rows.y.size(0) == 0) return;
 #ifdef CPMCU_SM90
-  w4_sorted_gemm_sm90(ctx, params);
+  packed_sorted_gemm_sm90(ctx, params);
 #endif
 }
 

@@ -35,9 +35,9 @@ struct SortedGemmParams {
   bool gated = false;
 };
 
-struct W4SortedGemmParams {
+struct PackedSortedGemmParams {
   SortedRows rows;
-  W4Weight w;          // of expert 0
+  PackedWeight w;      // of expert 0
   int64_t stride = 0;  // bytes from one expert's blocks to the next
 };
 
@@ -56,12 +56,12 @@ inline ExpertRows rows_of_pairs(const SortedRows& rows) {
 inline void check_sorted_gemm(const SortedGemmParams& p) {
   check_expert_gemm({.rows = rows_of_pairs(p.rows), .w = p.w, .gated = p.gated});
 }
-inline void check_w4_sorted_gemm(const W4SortedGemmParams& p) {
-  check_w4_expert_gemm({.rows = rows_of_pairs(p.rows), .w = p.w, .stride = p.stride});
+inline void check_packed_sorted_gemm(const PackedSortedGemmParams& p) {
+  check_packed_expert_gemm({.rows = rows_of_pairs(p.rows), .w = p.w, .stride = p.stride});
 }
 
 REGISTER_OP(gather_pairs, GatherPairsParams)
 REGISTER_OP(sorted_gemm, SortedGemmParams)
-REGISTER_OP(w4_sorted_gemm, W4SortedGemmParams)
+REGISTER_OP(packed_sorted_gemm, PackedSortedGemmParams)
 
 }  // namespace cpmcu

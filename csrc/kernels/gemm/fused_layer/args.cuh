@@ -3,7 +3,7 @@
 
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/fused_layer.h"
-#include "kernels/gemm/w4a16_multiply.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
 
 namespace cpmcu::cuda::fused {
 

@@ -108,7 +108,7 @@ template <typename Mainloop, typename T>
 __device__ __forceinline__ void combine_slice(char* shared, const Ring<Mainloop>& ring,
                                               const FusedLayerArgs& args,
                                               const AttentionArgs<T>& attention) {
-  constexpr int kBlockK = kW4BlockK;  // only mainloops with this k block combine a slice
+  constexpr int kBlockK = kPackedK;  // only mainloops with this k block combine a slice
   const CtaRange range(args.gemms[0]);
   const RowSplits splits(attention, 0);
   const int lane = threadIdx.x % 32, num_blocks = range.end - range.begin;

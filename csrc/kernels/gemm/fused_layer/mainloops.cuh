@@ -3,18 +3,18 @@
 
 #include "kernels/gemm/dense_mma.cuh"
 #include "kernels/gemm/fused_layer/args.cuh"
-#include "kernels/gemm/w4a16_wgmma.cuh"
+#include "kernels/gemm/packed/wgmma.cuh"
 
 namespace cpmcu::cuda::fused {
 
 // 4-bit W: one bulk copy loads a weight block of 256 rows x 128 k. The same stage holds 8 kGroups
 // rows of x.
 template <typename Mma, typename T, int kGroups_, bool kZeros>
-struct W4Mainloop {
+struct PackedMainloop {
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
-  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
+  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kPackedRows : kZeroOffset;
   static constexpr float kScale = kUnpackedScale<T>;  // factor in the sums
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
@@ -31,7 +31,7 @@ struct W4Mainloop {
   LaneWeights lane_weights;
   uint32_t bf16_scales;
 
-  __device__ __forceinline__ explicit W4Mainloop(const GemmArgs& gemm)
+  __device__ __forceinline__ explicit PackedMainloop(const GemmArgs& gemm)
       : bf16_scales(gemm.bf16_scales) {
     ptx::opaque(bf16_scales);  // so it is not reloaded for every block
   }
@@ -76,9 +76,9 @@ struct DenseMainloop {
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr bool kCombinesSlice = false;
-  static constexpr int kBlockK = kDenseK, kBoxRows = kW4BlockRows / 2;
+  static constexpr int kBlockK = kDenseK, kBoxRows = kPackedRows / 2;
   static constexpr int kRowsBytes = 8 * kGroups * kDenseRowBytes;
-  static constexpr int kWeightBytes = kW4BlockRows * kDenseRowBytes;
+  static constexpr int kWeightBytes = kPackedRows * kDenseRowBytes;
   static constexpr float kScale = 1;
   static constexpr int kInFlight = 2, kPrefetchBlocks = 0;
 
@@ -102,7 +102,7 @@ struct DenseMainloop {
     __device__ __forceinline__ Source(const GemmArgs& gemm, int tile, int k_block)
         : map(&gemm.w_map),
           k(k_block * kBlockK),
-          row(tile * (gemm.gated ? kBoxRows : kW4BlockRows)),
+          row(tile * (gemm.gated ? kBoxRows : kPackedRows)),
           second(row + (gemm.gated ? gemm.n / 2 : kBoxRows)) {}
     __device__ __forceinline__ void next() { k += kBlockK; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {

@@ -66,7 +66,7 @@ inline int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
       kv_bytes > ctx.l2_bytes / 5) {
     return 0;
   }
-  return static_cast<int>(0.95 * static_cast<double>(first.w4.block_bytes()) * ctx.sm_count /
+  return static_cast<int>(0.95 * static_cast<double>(first.packed.block_bytes()) * ctx.sm_count /
                           ctx.bytes_per_cycle);
 }
 

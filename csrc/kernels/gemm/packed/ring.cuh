@@ -1,9 +1,9 @@
-// The pipeline through which w4_gemm_kernel gets packed blocks and rows of x, and the warp that
+// The pipeline through which packed_gemm_kernel gets packed blocks and rows of x, and the warp that
 // produces its stages.
 #pragma once
 
-#include "kernels/gemm/w4a16_multiply.cuh"
-#include "kernels/gemm/w4a16_sums.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
+#include "kernels/gemm/packed/sums.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -14,13 +14,13 @@ constexpr int kBlockBytes = 17 * 1024;  // room for a block with zero points; ke
 // Stages in shared memory: rows of x, then a weight block. Barriers: full (both have arrived),
 // empty (all consumer warps are done with the stage).
 template <int kGroups>
-struct W4Ring {
+struct PackedRing {
   static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
   uint32_t end;  // end of the barriers in use
 
-  __device__ __forceinline__ W4Ring(const void* data, const void* barriers, int stages)
+  __device__ __forceinline__ PackedRing(const void* data, const void* barriers, int stages)
       : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
     end = this->barriers + 8 * stages;
     ptx::opaque(this->data);  // so it is computed once
@@ -56,7 +56,7 @@ constexpr int kLoadsLeftAtTrigger = kGroups == 1 ? 3 : 0;
 // them, and prefetches the next early_l2_blocks to L2. k blocks [first_block, first_block +
 // blocks_of_tile) of each tile.
 template <typename Mma, int kGroups>
-__device__ __forceinline__ void produce(const Args& args, const W4Ring<kGroups>& ring,
+__device__ __forceinline__ void produce(const Args& args, const PackedRing<kGroups>& ring,
                                         int first_tile, int tile_step, int first_block,
                                         int blocks_of_tile) {
   const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void produce(const Args& args, const W4Ring<kGroups>&
   if (left <= kLoadsLeftAtTrigger<kGroups>) ptx::pdl_launch();
   int tile = first_tile, weights_block = first_block, rows_block = first_block;  // the next loads
 
-  using Stage = typename W4Ring<kGroups>::Stage;
+  using Stage = typename PackedRing<kGroups>::Stage;
   const auto next_weights = [&] {
     return args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
   };
@@ -95,7 +95,7 @@ __device__ __forceinline__ void produce(const Args& args, const W4Ring<kGroups>&
     if constexpr (Mma::kTensorMap) {
       if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
     } else {
-      const int chunk = lane % 16, k = k_block * kW4BlockK + chunk * 8;
+      const int chunk = lane % 16, k = k_block * kPackedK + chunk * 8;
       const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
 #pragma unroll 4
       for (int row = lane / 16; row < args.m; row += 2) {

@@ -1,6 +1,6 @@
 // Unpacks each strip of 32 weight rows once and multiplies it with up to 64 rows of x while in
 // cache.
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/packed/packed.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,27 +13,27 @@ namespace {
 
 constexpr int64_t kMaxRows = 64;  // of x at a time
 constexpr int kScalesAt = 16384;  // byte offset in a block
-constexpr int kZerosAt = kScalesAt + 2 * kW4BlockRows;
+constexpr int kZerosAt = kScalesAt + 2 * kPackedRows;
 
-uint8_t* block_of(const W4Weight& w, int64_t row_block, int64_t k_block) {
+uint8_t* block_of(const PackedWeight& w, int64_t row_block, int64_t k_block) {
   return static_cast<uint8_t*>(w.blocks) + (row_block * w.k_blocks() + k_block) * w.block_bytes();
 }
 
-using BlockQ = uint8_t[kW4BlockRows][kW4BlockK];
+using BlockQ = uint8_t[kPackedRows][kPackedK];
 
 // Writes rows [begin, end) of a block. Nibbles of other rows in the same words keep their values.
 void write_q(uint8_t* block, const BlockQ& q, int begin, int end) {
   auto* words = reinterpret_cast<uint32_t*>(block);
   for (int row = begin; row < end; ++row) {
     const uint32_t mask = row / 8 % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
-    for (int step = 0; step < kW4BlockK / 16; ++step) {
+    for (int step = 0; step < kPackedK / 16; ++step) {
       for (int pair = 0; pair < 4; ++pair) {
         uint32_t made = 0;
         for (int k : {0, 1, 8, 9}) {
           const int at = 16 * step + 2 * pair + k;
-          made |= uint32_t{q[row][at]} << w4_nibble(row, at).shift;
+          made |= uint32_t{q[row][at]} << nibble_place(row, at).shift;
         }
-        uint32_t& word = words[w4_nibble(row, 16 * step + 2 * pair).word];
+        uint32_t& word = words[nibble_place(row, 16 * step + 2 * pair).word];
         word = (word & ~mask) | made;
       }
     }
@@ -41,7 +41,7 @@ void write_q(uint8_t* block, const BlockQ& q, int begin, int end) {
 }
 
 int nibble_of(const uint8_t* block, int row, int k) {
-  const W4Nibble at = w4_nibble(row, k);
+  const NibblePlace at = nibble_place(row, k);
   return static_cast<int>(reinterpret_cast<const uint32_t*>(block)[at.word] >> at.shift & 15);
 }
 
@@ -53,15 +53,15 @@ uint16_t bits_of(DType dtype, float value) {
   return dtype == DType::kF16 ? from_float<fp16>(value).bits : from_float<bf16>(value).bits;
 }
 
-float scale_of(const W4Weight& w, const uint8_t* block, int row) {
+float scale_of(const PackedWeight& w, const uint8_t* block, int row) {
   return float_of(w.scale_dtype, reinterpret_cast<const uint16_t*>(block + kScalesAt)[row]);
 }
 
-int zero_of(const W4Weight& w, const uint8_t* block, int row) {
+int zero_of(const PackedWeight& w, const uint8_t* block, int row) {
   return w.zero_points ? block[kZerosAt + row] : 8;
 }
 
-// ---- w4_pack
+// ---- int4_pack
 
 uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
   return words.as<uint32_t>()[word] >> (4 * i) & 15;
@@ -70,17 +70,17 @@ uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
 constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // nibble of column n % 8
 
 // q of the part at row n and column k.
-template <W4Format kFormat>
-uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
+template <Int4Format kFormat>
+uint32_t stored_q(const Int4PackParams& p, int64_t n, int64_t k) {
   switch (kFormat) {
-    case W4Format::kGptq:
-    case W4Format::kGptqV2:
+    case Int4Format::kGptq:
+    case Int4Format::kGptqV2:
       return nibble(p.q, k / 8 * p.n + n, k % 8);
-    case W4Format::kAwq:
+    case Int4Format::kAwq:
       return nibble(p.q, k * (p.n / 8) + n / 8, kAwqPlace[n % 8]);
-    case W4Format::kCompressed:
+    case Int4Format::kCompressed:
       return nibble(p.q, n * p.q.size(1) + k / 8, k % 8);
-    case W4Format::kMarlin: {
+    case Int4Format::kMarlin: {
       const int64_t lane = k / 2 % 4 + 4 * (n % 8);
       const int64_t i = k / 8 % 2 + 2 * (n / 8 % 2) + 4 * (k % 2);
       return nibble(p.q, k / 16 * (2 * p.n) + n / 64 * 128 + 4 * lane + n / 16 % 4, i);
@@ -90,14 +90,14 @@ uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
 }
 
 // Reads rows [begin, end) of a block from row n and column k of the part. Beyond the part q is 8.
-template <W4Format kFormat>
-void read_q(const W4PackParams& p, int64_t n, int64_t k, int begin, int end, BlockQ& q) {
-  const int64_t num_k = std::min<int64_t>(kW4BlockK, p.k - k);
+template <Int4Format kFormat>
+void read_q(const Int4PackParams& p, int64_t n, int64_t k, int begin, int end, BlockQ& q) {
+  const int64_t num_k = std::min<int64_t>(kPackedK, p.k - k);
   const int num_rows =
       static_cast<int>(std::min<int64_t>(end - begin, std::max<int64_t>(0, p.n - n)));
   for (int row = begin; row < end; ++row) {
     const bool inside = row - begin < num_rows;
-    for (int i = inside ? static_cast<int>(num_k) : 0; i < kW4BlockK; ++i) q[row][i] = 8;
+    for (int i = inside ? static_cast<int>(num_k) : 0; i < kPackedK; ++i) q[row][i] = 8;
   }
   for (int64_t i = 0; i < num_k; ++i) {
     for (int row = 0; row < num_rows; ++row) {
@@ -106,87 +106,86 @@ void read_q(const W4PackParams& p, int64_t n, int64_t k, int begin, int end, Blo
   }
 }
 
-uint16_t stored_scale(const W4PackParams& p, int64_t n, int64_t group) {
+uint16_t stored_scale(const Int4PackParams& p, int64_t n, int64_t group) {
   const uint16_t* scales = p.scales.as<uint16_t>();
-  if (p.format == W4Format::kCompressed) return scales[n * p.scales.size(1) + group];
-  if (p.format == W4Format::kMarlin) {
+  if (p.format == Int4Format::kCompressed) return scales[n * p.scales.size(1) + group];
+  if (p.format == Int4Format::kMarlin) {
     const int64_t in32 = n % 32, in64 = n % 64;
-    n = p.scales.size(0) == 1 && p.k > kW4BlockK
+    n = p.scales.size(0) == 1 && p.k > kPackedK
             ? n - in32 + 8 * (in32 / 2 % 4) + 2 * (in32 / 8) + in32 % 2
             : n - in64 + 8 * (in64 % 8) + in64 / 8;
   }
   return scales[group * p.n + n];
 }
 
-uint8_t stored_zero(const W4PackParams& p, int64_t n, int64_t group) {
+uint8_t stored_zero(const Int4PackParams& p, int64_t n, int64_t group) {
   switch (p.format) {
-    case W4Format::kGptq:
+    case Int4Format::kGptq:
       return (nibble(p.zeros, group * (p.n / 8) + n / 8, n % 8) + 1) & 15;
-    case W4Format::kGptqV2:
+    case Int4Format::kGptqV2:
       return nibble(p.zeros, group * (p.n / 8) + n / 8, n % 8);
-    case W4Format::kAwq:
+    case Int4Format::kAwq:
       return nibble(p.zeros, group * (p.n / 8) + n / 8, kAwqPlace[n % 8]);
     default:
       return nibble(p.zeros, n / 8 * p.zeros.size(1) + group, n % 8);
   }
 }
 
-// ---- w4_gemm
+// ---- packed_gemm
 
 template <typename T, typename Y>
-void multiply(const W4GemmParams& p) {
-  const W4Weight& w = p.w;
+void multiply(const PackedGemmParams& p) {
+  const PackedWeight& w = p.w;
   const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.nibble_planes;
   thread_local std::vector<float> buffer, fragment_buffer, sum_buffer;
   const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
   // [M][block][fragments], and the sum of x over each block, for zero points.
-  fragment_buffer.resize(static_cast<size_t>(m * k_blocks * kW4FragmentFloats));
+  fragment_buffer.resize(static_cast<size_t>(m * k_blocks * kFragmentFloats));
   sum_buffer.resize(static_cast<size_t>(m * k_blocks));
   float* fragments = fragment_buffer.data();
   float* sums = sum_buffer.data();
   for (int64_t i = 0; i < m * k_blocks; ++i) {
-    const float* from = x + i / k_blocks * w.k + i % k_blocks * kW4BlockK;
-    const int64_t count = std::min<int64_t>(kW4BlockK, w.k - i % k_blocks * kW4BlockK);
-    w4_fragments(from, count, fragments + i * kW4FragmentFloats);
+    const float* from = x + i / k_blocks * w.k + i % k_blocks * kPackedK;
+    const int64_t count = std::min<int64_t>(kPackedK, w.k - i % k_blocks * kPackedK);
+    strip_fragments(from, count, fragments + i * kFragmentFloats);
     sums[i] = 0;
     for (int64_t j = 0; j < count; ++j) sums[i] += from[j];
   }
-  const int64_t stride = k_blocks * kW4FragmentFloats;
-  const int64_t strips = (w.n + kW4StripRows - 1) / kW4StripRows;
+  const int64_t stride = k_blocks * kFragmentFloats;
+  const int64_t strips = (w.n + kStripRows - 1) / kStripRows;
   Y* y = p.y.as<Y>();
 #pragma omp parallel for collapse(2) if (m * w.n * w.k > 65536)
   for (int64_t row_begin = 0; row_begin < m; row_begin += kMaxRows) {
     for (int64_t strip = 0; strip < strips; ++strip) {
       const int64_t rows = std::min(kMaxRows, m - row_begin);
-      const int first = static_cast<int>(strip % 8) * kW4StripRows;  // row of the block
+      const int first = static_cast<int>(strip % 8) * kStripRows;  // row of the block
       thread_local std::vector<float> totals, corrections;
-      totals.assign(static_cast<size_t>(rows * kW4StripSums), 0);
-      corrections.assign(static_cast<size_t>(rows * kW4StripRows), 0);
+      totals.assign(static_cast<size_t>(rows * kStripSums), 0);
+      corrections.assign(static_cast<size_t>(rows * kStripRows), 0);
       for (int64_t kb = 0; kb < w.k_blocks(); ++kb) {
         const uint8_t* block = block_of(w, strip / 8, kb);
-        float scales[kW4StripRows];
-        for (int i = 0; i < kW4StripRows; ++i) scales[i] = scale_of(w, block, first + i);
+        float scales[kStripRows];
+        for (int i = 0; i < kStripRows; ++i) scales[i] = scale_of(w, block, first + i);
         const int64_t at = row_begin * k_blocks + kb % k_blocks;
-        add_w4_strip(reinterpret_cast<const uint32_t*>(block) + 16 * first, scales,
-                     fragments + at * kW4FragmentFloats, stride, rows, totals.data());
+        add_int4_strip(reinterpret_cast<const uint32_t*>(block) + 16 * first, scales,
+                       fragments + at * kFragmentFloats, stride, rows, totals.data());
         if (!w.zero_points) continue;
         for (int64_t row = 0; row < rows; ++row) {
           const float sum = sums[at + row * k_blocks];
-          for (int i = 0; i < kW4StripRows; ++i) {
+          for (int i = 0; i < kStripRows; ++i) {
             const int shift = 8 - zero_of(w, block, first + i);
             if (shift != 0) {
-              corrections[row * kW4StripRows + i] += scales[i] * static_cast<float>(shift) * sum;
+              corrections[row * kStripRows + i] += scales[i] * static_cast<float>(shift) * sum;
             }
           }
         }
       }
-      const int64_t column = strip * kW4StripRows;
+      const int64_t column = strip * kStripRows;
       for (int64_t row = 0; row < rows; ++row) {
         const auto sum_of = [&](int i) {
-          return w4_strip_row(totals.data() + row * kW4StripSums, i) +
-                 corrections[row * kW4StripRows + i];
+          return strip_row(totals.data() + row * kStripSums, i) + corrections[row * kStripRows + i];
         };
-        const int count = static_cast<int>(std::min<int64_t>(kW4StripRows, w.n - column));
+        const int count = static_cast<int>(std::min<int64_t>(kStripRows, w.n - column));
         if (w.gated) {
           Y* out = y + (row_begin + row) * (w.n / 2) + column / 2;
           for (int i = 0; i < count / 2; ++i) {
@@ -207,27 +206,27 @@ void multiply(const W4GemmParams& p) {
 
 }  // namespace
 
-void w4_pack(const Context&, const W4PackParams& p) {
-  check_w4_pack(p);
-  const W4Weight& w = p.w;
-  const int64_t groups = p.scales.size(p.format == W4Format::kCompressed ? 1 : 0);
+void int4_pack(const Context&, const Int4PackParams& p) {
+  check_int4_pack(p);
+  const PackedWeight& w = p.w;
+  const int64_t groups = p.scales.size(p.format == Int4Format::kCompressed ? 1 : 0);
   const int64_t end_row =
-      p.first_row + p.n == w.n ? w.row_blocks() * kW4BlockRows : p.first_row + p.n;
-  const int64_t first_block = w.gated ? 0 : p.first_row / kW4BlockRows;
-  const int64_t end_block = w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;
-  const int64_t first_k_block = p.first_k / kW4BlockK;
-  const int64_t end_k_block = (p.first_k + p.k + kW4BlockK - 1) / kW4BlockK;
-  void (*read)(const W4PackParams&, int64_t, int64_t, int, int, BlockQ&) = nullptr;
-  dispatch_int<0, 1, 2, 3, 4>("w4_pack: format", static_cast<int>(p.format), [&](auto format) {
-    read = read_q<static_cast<W4Format>(decltype(format)::value)>;
+      p.first_row + p.n == w.n ? w.row_blocks() * kPackedRows : p.first_row + p.n;
+  const int64_t first_block = w.gated ? 0 : p.first_row / kPackedRows;
+  const int64_t end_block = w.gated ? w.row_blocks() : (end_row + kPackedRows - 1) / kPackedRows;
+  const int64_t first_k_block = p.first_k / kPackedK;
+  const int64_t end_k_block = (p.first_k + p.k + kPackedK - 1) / kPackedK;
+  void (*read)(const Int4PackParams&, int64_t, int64_t, int, int, BlockQ&) = nullptr;
+  dispatch_int<0, 1, 2, 3, 4>("int4_pack: format", static_cast<int>(p.format), [&](auto format) {
+    read = read_q<static_cast<Int4Format>(decltype(format)::value)>;
   });
 #pragma omp parallel for collapse(2)
   for (int64_t row_block = first_block; row_block < end_block; ++row_block) {
     for (int64_t k_block = first_k_block; k_block < end_k_block; ++k_block) {
       uint8_t* block = block_of(w, row_block, k_block);
-      const int64_t first_row = row_block * kW4BlockRows;
+      const int64_t first_row = row_block * kPackedRows;
       const int64_t group = groups == 1 ? 0 : k_block - first_k_block;
-      const int64_t k = (k_block - first_k_block) * kW4BlockK;
+      const int64_t k = (k_block - first_k_block) * kPackedK;
       // Packs rows [begin, end) of the block from the part's rows n, n + 1, ….
       const auto pack_rows = [&](int begin, int end, int64_t n) {
         for (int row = begin; row < end; ++row) {
@@ -242,8 +241,8 @@ void w4_pack(const Context&, const W4PackParams& p) {
         write_q(block, q, begin, end);
       };
       if (w.gated) {
-        for (int row = 0; row < kW4BlockRows; row += 8) {
-          const int64_t source = w4_gated_row(w.n, first_row + row);
+        for (int row = 0; row < kPackedRows; row += 8) {
+          const int64_t source = gated_row(w.n, first_row + row);
           if (source >= p.first_row && source < end_row) {
             pack_rows(row, row + 8, source - p.first_row);
           }
@@ -251,15 +250,15 @@ void w4_pack(const Context&, const W4PackParams& p) {
         continue;
       }
       const int begin = static_cast<int>(std::max(p.first_row - first_row, int64_t{0}));
-      const int end = static_cast<int>(std::min<int64_t>(end_row - first_row, kW4BlockRows));
+      const int end = static_cast<int>(std::min<int64_t>(end_row - first_row, kPackedRows));
       pack_rows(begin, end, first_row + begin - p.first_row);
     }
   }
 }
 
-void w4_quantize(const Context&, const W4QuantizeParams& p) {
-  check_w4_quantize(p);
-  const W4Weight& w = p.w;
+void packed_quantize(const Context&, const PackedQuantizeParams& p) {
+  check_packed_quantize(p);
+  const PackedWeight& w = p.w;
   const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
   const int most = w.nibble_planes == 1 ? 7 : 119;
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
@@ -270,11 +269,11 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
         uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
         uint8_t* low = block_of(w, row_block, k_block + (w.nibble_planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
-        const int64_t first_k = k_block * kW4BlockK;
-        const int64_t count = std::min<int64_t>(kW4BlockK, w.k - first_k);
-        for (int row = 0; row < kW4BlockRows; ++row) {
-          const int64_t n = row_block * kW4BlockRows + row;
-          float values[kW4BlockK] = {}, largest = 0;
+        const int64_t first_k = k_block * kPackedK;
+        const int64_t count = std::min<int64_t>(kPackedK, w.k - first_k);
+        for (int row = 0; row < kPackedRows; ++row) {
+          const int64_t n = row_block * kPackedRows + row;
+          float values[kPackedK] = {}, largest = 0;
           if (n < w.n) {
             const auto* from = x + (p.index != nullptr ? p.index[n] : n) * w.k + first_k;
             for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
@@ -286,7 +285,7 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
           if (w.nibble_planes == 2) {
             reinterpret_cast<uint16_t*>(high + kScalesAt)[row] = bits_of(w.scale_dtype, 16 * scale);
           }
-          for (int i = 0; i < kW4BlockK; ++i) {
+          for (int i = 0; i < kPackedK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
             const int biased = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
@@ -294,16 +293,16 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
             low_q[row][i] = static_cast<uint8_t>(biased % 16);
           }
         }
-        if (w.nibble_planes == 2) write_q(high, high_q, 0, kW4BlockRows);
-        write_q(low, low_q, 0, kW4BlockRows);
+        if (w.nibble_planes == 2) write_q(high, high_q, 0, kPackedRows);
+        write_q(low, low_q, 0, kPackedRows);
       }
     }
   });
 }
 
-void w4_dequantize(const Context&, const W4DequantizeParams& p) {
-  check_w4_dequantize(p);
-  const W4Weight& w = p.w;
+void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
+  check_packed_dequantize(p);
+  const PackedWeight& w = p.w;
   const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
   dispatch_host_dtype(p.out.dtype(), [&](auto t) {
     using T = decltype(t);
@@ -311,14 +310,14 @@ void w4_dequantize(const Context&, const W4DequantizeParams& p) {
 #pragma omp parallel for
     for (int64_t i = 0; i < p.out.size(0); ++i) {
       const int64_t n = p.first_row + i;
-      const int row = static_cast<int>(n % kW4BlockRows);
+      const int row = static_cast<int>(n % kPackedRows);
       for (int64_t k = 0; k < w.k; ++k) {
-        const int in_block = static_cast<int>(k % kW4BlockK);
-        const uint8_t* high = block_of(w, n / kW4BlockRows, k / kW4BlockK);
+        const int in_block = static_cast<int>(k % kPackedK);
+        const uint8_t* high = block_of(w, n / kPackedRows, k / kPackedK);
         int q = nibble_of(high, row, in_block) - zero_of(w, high, row);
         float scale = scale_of(w, high, row);
         if (w.nibble_planes == 2) {
-          const uint8_t* low = block_of(w, n / kW4BlockRows, k / kW4BlockK + k_blocks);
+          const uint8_t* low = block_of(w, n / kPackedRows, k / kPackedK + k_blocks);
           q = 16 * q + nibble_of(low, row, in_block) - 8;
           scale = scale_of(w, low, row);
         }
@@ -328,8 +327,8 @@ void w4_dequantize(const Context&, const W4DequantizeParams& p) {
   });
 }
 
-void w4_gemm(const Context&, const W4GemmParams& p) {
-  check_w4_gemm(p);
+void packed_gemm(const Context&, const PackedGemmParams& p) {
+  check_packed_gemm(p);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);

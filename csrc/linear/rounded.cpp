@@ -3,7 +3,7 @@
 //
 // Used for heads, which checkpoints do not quantise. The dense rows stay in scratch until the first
 // step.
-#include "linear/w4_matrix.h"
+#include "linear/packed_matrix.h"
 
 namespace cpmcu {
 namespace {
@@ -35,11 +35,11 @@ class RoundedLinear : public LinearMethod {
   void list_tensors(WeightTable& table) override { list_rows(table, config_.parts, dense_); }
 
   void finish_loading(const Context& ctx) override {
-    w4_quantize(ctx, {.w = matrix_.weight(), .x = dense_});
+    packed_quantize(ctx, {.w = matrix_.weight(), .x = dense_});
   }
 
   void load_rows(const Context& ctx, const Tensor& source, const int* index) override {
-    w4_quantize(ctx, {.w = matrix_.weight(), .x = source, .index = index});
+    packed_quantize(ctx, {.w = matrix_.weight(), .x = source, .index = index});
   }
 
   Tensor dense_weight() const override { return dense_; }
@@ -51,15 +51,15 @@ class RoundedLinear : public LinearMethod {
 
  private:
   LinearConfig config_;
-  W4Matrix matrix_;
+  PackedMatrix matrix_;
   MemoryPlan::Id dense_id_ = 0;
   Tensor dense_;
 };
 
-using W4Rounded = RoundedLinear<1>;
-using W8Rounded = RoundedLinear<2>;
-REGISTER_LINEAR("w4_rtn", W4Rounded);
-REGISTER_LINEAR("w8_rtn", W8Rounded);
+using Rounded4 = RoundedLinear<1>;
+using Rounded8 = RoundedLinear<2>;
+REGISTER_LINEAR("w4_rtn", Rounded4);
+REGISTER_LINEAR("w8_rtn", Rounded8);
 
 }  // namespace
 }  // namespace cpmcu

@@ -1,24 +1,24 @@
-// Linear method "w4a16": 4-bit weights of GPTQ, AWQ, compressed-tensors and CPM.cu's Marlin files.
+// Linear method "packed": quantised weights of checkpoints, in any layout of the table.
 //
 // A checkpoint's tensors are streamed unchanged into the buffer that will hold the weight blocks.
-// Once all are loaded, the device repacks them. W4Tensors reads the options.
-#include "linear/w4_matrix.h"
-#include "linear/w4_tensors.h"
+// Once all are loaded, the device repacks them.
+#include "linear/packed_matrix.h"
+#include "linear/packed_tensors.h"
 
 namespace cpmcu {
 namespace {
 
-class W4A16Linear : public LinearMethod {
+class PackedLinear : public LinearMethod {
  public:
-  explicit W4A16Linear(const LinearConfig& config)
+  explicit PackedLinear(const LinearConfig& config)
       : name_(config.stacked_name()),
         dtype_(config.dtype),
-        tensors_(config),
-        matrix_(tensors_.weight()) {}
+        tensors_(make_packed_tensors(config)),
+        matrix_(tensors_->weight()) {}
 
   void plan(MemoryPlan& plan, const StepLimits& limits) override {
-    matrix_.plan(plan, name_, dtype_, limits, tensors_.num_bytes());
-    load_id_ = plan.add_scratch("w4.load", tensors_.num_bytes(), kLoad, kLoad);
+    matrix_.plan(plan, name_, dtype_, limits, tensors_->num_bytes());
+    load_id_ = plan.add_scratch("packed.load", tensors_->num_bytes(), kLoad, kLoad);
   }
 
   void bind(const Arena& arena) override {
@@ -27,13 +27,13 @@ class W4A16Linear : public LinearMethod {
   }
 
   void list_tensors(WeightTable& table) override {
-    tensors_.list(table, static_cast<char*>(matrix_.weight().blocks));
+    tensors_->list(table, static_cast<char*>(matrix_.weight().blocks), "");
   }
 
   // All layers share the scratch; the stream orders their copies.
   void finish_loading(const Context& ctx) override {
-    copy_on_device(ctx.device, load_, matrix_.weight().blocks, tensors_.num_bytes(), ctx.stream);
-    tensors_.pack(ctx, matrix_.weight(), load_);
+    copy_on_device(ctx.device, load_, matrix_.weight().blocks, tensors_->num_bytes(), ctx.stream);
+    tensors_->pack(ctx, matrix_.weight(), load_);
     matrix_.prepare(ctx);
   }
 
@@ -50,13 +50,13 @@ class W4A16Linear : public LinearMethod {
  private:
   std::string name_;
   DType dtype_;
-  W4Tensors tensors_;
-  W4Matrix matrix_;
+  std::unique_ptr<PackedTensors> tensors_;
+  PackedMatrix matrix_;
   MemoryPlan::Id load_id_ = 0;
   char* load_ = nullptr;
 };
 
-REGISTER_LINEAR("w4a16", W4A16Linear);
+REGISTER_LINEAR("packed", PackedLinear);
 
 }  // namespace
 }  // namespace cpmcu

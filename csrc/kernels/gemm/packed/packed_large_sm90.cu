@@ -1,5 +1,5 @@
-// w4_gemm on Hopper for more rows than a decode step has: y = alpha * x W^T + beta * y, 4-bit W,
-// any M.
+// packed_gemm on Hopper for more rows than a decode step has: y = alpha * x W^T + beta * y, 4-bit
+// W, any M.
 //
 // Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP: 1.4 ms at the
 // 680 TFLOP/s that cuBLAS reaches in float16. Its 124 MB of weights take 0.04 ms. The kernel
@@ -13,23 +13,23 @@
 //   slices of K    the sum of the slices before waits in shared memory
 //   epilogue       the rows of y are columns of the sums; transposed in shared memory
 //
-// The surprising decision: y has the bits of w4_gemm's other kernels, whatever M. The order of
+// The surprising decision: y has the bits of packed_gemm's other kernels, whatever M. The order of
 // additions is the same: 16 k in an instruction, eight instructions in a group, the group's sum
 // times its scale in float32, then groups and slices in order. So a prompt may be cut into chunks
 // of any length. No weight is dequantised to memory: that step alone took longer than this kernel
 // takes for 256 rows.
 #include "core/dispatch.h"
 #include "core/launch.h"
+#include "kernels/gemm/packed/large.cuh"
+#include "kernels/gemm/packed/sums.cuh"
 #include "kernels/gemm/tensor_map.cuh"
-#include "kernels/gemm/w4a16_large.cuh"
-#include "kernels/gemm/w4a16_sums.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
 // The area behind the stages holds a warpgroup's float32 sums between slices, and then rows of y.
 template <int kGroups>
-using SliceRing = W4LargeRing<kGroups, kGroups * 128 * 16>;
+using SliceRing = PackedLargeRing<kGroups, kGroups * 128 * 16>;
 
 // Producer thread of CTA `rank` of a cluster. The first weights are loaded before x is there.
 template <bool kZeros, int kGroups>
@@ -66,8 +66,8 @@ __device__ __forceinline__ void produce_large(const Args& args, const SliceRing<
   }
 }
 
-// Adds the sums in shared memory to `sums`, in the order in which a cluster of w4_gemm adds slices.
-// Unless this is the last slice, stores the result there and clears `sums`.
+// Adds the sums in shared memory to `sums`, in the order in which a cluster of packed_gemm adds
+// slices. Unless this is the last slice, stores the result there and clears `sums`.
 template <int kGroups>
 __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t shared, bool first,
                                           bool last) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t sh
 
 template <typename T, int kGroups, bool kZeros>
 __global__ void __launch_bounds__(kLargeThreads, 1)
-    w4_large_kernel(const __grid_constant__ Args args, int x_tiles) {
+    packed_large_kernel(const __grid_constant__ Args args, int x_tiles) {
   using Ring = SliceRing<kGroups>;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
         }
       }
       const auto at = tiles.place(tile);
-      const int n0 = at.w * kW4BlockRows + rank * kHalfRows + warpgroup * 64;
+      const int n0 = at.w * kPackedRows + rank * kHalfRows + warpgroup * 64;
       const int width = args.gated ? args.n / 2 : args.n;
       const LargeOut<T> out(args.y, width, width, args.m, args.beta != 0);
       const auto update = [&](float sum, float old) { return updated(args, sum, old); };
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 template <typename T, int kGroups, bool kZeros>
 void launch_large(const Context& ctx, DType dtype, Args args) {
   using Ring = SliceRing<kGroups>;
-  const auto kernel = w4_large_kernel<T, kGroups, kZeros>;
+  const auto kernel = packed_large_kernel<T, kGroups, kZeros>;
   const int x_tiles = (args.m + Ring::kRows - 1) / Ring::kRows;
   const int clusters = std::min(ctx.sm_count / 2, args.tiles * x_tiles);
   args.x_map = make_map(args.x, args.m, args.k, dtype, Ring::kRows / 2);
@@ -167,7 +167,7 @@ double time_of_passes(const Args& args) {
 }  // namespace
 
 // Returns whether it launched the GEMM; false if the other kernels are faster.
-bool w4_gemm_large_sm90(const Context& ctx, DType dtype, const void* of) {
+bool packed_gemm_large_sm90(const Context& ctx, DType dtype, const void* of) {
   const Args& args = *static_cast<const Args*>(of);
   const double by_64 = time_of_tiles(ctx, args, 64), by_128 = time_of_tiles(ctx, args, 128);
   if (time_of_passes(args) < std::min(by_64, by_128)) return false;

@@ -3,21 +3,21 @@
 #pragma once
 
 #include "kernels/gemm/large_tiles.cuh"
-#include "kernels/gemm/w4a16_multiply.cuh"
-#include "kernels/gemm/w4a16_wgmma.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
+#include "kernels/gemm/packed/wgmma.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
 // Half of a weight block, 128 rows of W, with room for zero points.
-constexpr int kHalfRows = kW4BlockRows / 2, kHalfWords = kScaleOffset / 2;
+constexpr int kHalfRows = kPackedRows / 2, kHalfWords = kScaleOffset / 2;
 constexpr int kHalfScales = 2 * kHalfRows, kHalfZeros = kHalfRows;
 constexpr int kHalfBytes = kHalfWords + 512;
 static_assert(kHalfScales + kHalfZeros <= 512);
 
 // Tiles have 8 kGroups rows of x.
 template <int kGroups, int kOutBytes, int kBudget = kRingBytes>
-struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kOutBytes, kBudget> {
+struct PackedLargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kOutBytes, kBudget> {
   using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kOutBytes, kBudget>;
   using Base::Base;
   static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
@@ -50,7 +50,7 @@ __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, cons
   const uint32_t to = ring.rows(stage) + rank * kXRows * 128;
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    ptx::tensor_multicast(to + panel * Ring::kRows * 128, x_map, k_block * kW4BlockK + panel * 64,
+    ptx::tensor_multicast(to + panel * Ring::kRows * 128, x_map, k_block * kPackedK + panel * 64,
                           first_row + rank * kXRows, ring.full(stage), 0b11);
   }
 }

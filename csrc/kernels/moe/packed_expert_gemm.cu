@@ -1,4 +1,4 @@
-// w4_expert_gemm: y[p] = x[row of p] W[expert of p]^T with 4-bit W in weight blocks (w4a16.h).
+// packed_expert_gemm: y[p] = x[row of p] W[expert of p]^T with 4-bit W in weight blocks (packed.h).
 //
 // Roofline: the W of each chosen expert is read once, N K / 2 bytes and 3 % of scales. One token of
 // a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
@@ -15,13 +15,13 @@
 // of one token are 384 CTAs, three an SM: all of W is requested at once, and the CTAs of down find
 // room beside them. `splits` depends on K, so that a warp has 1.5 blocks or more on average.
 #include "core/ptx.cuh"
-#include "kernels/gemm/w4a16_multiply.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
 #include "kernels/moe/expert_tiles.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-struct W4Args {
+struct PackedExpertArgs {
   ExpertArgs expert;
   int k_blocks, block_bytes;
   int stages;  // of a warp
@@ -79,7 +79,7 @@ template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
           bool kZeros>  // W has zero points
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
-    w4_expert_gemm_kernel(const __grid_constant__ W4Args all) {
+    packed_expert_gemm_kernel(const __grid_constant__ PackedExpertArgs all) {
   extern __shared__ __align__(16) char shared[];
   const ExpertArgs& args = all.expert;
   if (!args.routing_is_complete) ptx::pdl_wait();
@@ -120,10 +120,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
     const PairRows<kGroups> rows(args, span, pass * 8 * kGroups);
     // With one group, x of a block waits in registers. A k step's part is replaced by that of the
     // next block right after its use. Beyond K, x is zero. K is a multiple of 8.
-    constexpr int kSteps = kW4BlockK / 16;
+    constexpr int kSteps = kPackedK / 16;
     uint32_t of_x[kGroups == 1 ? kSteps : 1][2];
     const auto load_x = [&](uint32_t (&to)[2], int group, int k_block, int step) {
-      const int k = k_block * kW4BlockK + step * 16;
+      const int k = k_block * kPackedK + step * 16;
       const bool valid = rows.rows[group] >= 0;
       const T* from = x + rows.rows[group] + k + 2 * q;
       to[0] = valid && k < args.k ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
@@ -207,16 +207,17 @@ int splits_of(int64_t k_blocks) {
 // ---- launchers
 
 // Graph-safe; reads the experts' pairs from the device.
-void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
-  check_w4_expert_gemm(p);
+void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
+  check_packed_expert_gemm(p);
   if (p.rows.y.size(0) == 0) return;
-  CHECK(is_aligned16(p.w.blocks), "w4_expert_gemm: W is not aligned to 16 bytes");
+  CHECK(is_aligned16(p.w.blocks), "packed_expert_gemm: W is not aligned to 16 bytes");
   const int splits = splits_of(p.w.k_blocks());
-  W4Args args{.expert = expert_args("w4_expert_gemm", p.rows, p.w.n, splits, p.w.gated),
-              .k_blocks = static_cast<int>(p.w.k_blocks()),
-              .block_bytes = static_cast<int>(p.w.block_bytes()),
-              .stages = 0,
-              .bf16_scales = p.w.scale_dtype == DType::kBF16};
+  PackedExpertArgs args{
+      .expert = expert_args("packed_expert_gemm", p.rows, p.w.n, splits, p.w.gated),
+      .k_blocks = static_cast<int>(p.w.k_blocks()),
+      .block_bytes = static_cast<int>(p.w.block_bytes()),
+      .stages = 0,
+      .bf16_scales = p.w.scale_dtype == DType::kBF16};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
   const dim3 grid = expert_grid(p.rows, p.w.n, splits);
@@ -226,8 +227,8 @@ void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
     args.expert.alpha = 1 / kUnpackedScale<T>;
     const auto run = [&](auto groups) {
       constexpr int kGroups = decltype(groups)::value;
-      const auto kernel = p.w.zero_points ? w4_expert_gemm_kernel<T, kGroups, true>
-                                          : w4_expert_gemm_kernel<T, kGroups, false>;
+      const auto kernel = p.w.zero_points ? packed_expert_gemm_kernel<T, kGroups, true>
+                                          : packed_expert_gemm_kernel<T, kGroups, false>;
       args.stages = std::min(kStages<kGroups>, (args.k_blocks + splits - 1) / splits);
       allow_shared_bytes(kernel, kWarps * kStages<kGroups> * sizeof(Stage));
       launch(ctx, kernel, grid, dim3(kThreads), kWarps * args.stages * sizeof(Stage), args);

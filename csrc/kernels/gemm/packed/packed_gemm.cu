@@ -1,21 +1,22 @@
-// w4_gemm: selects a kernel for the architecture and M. The general kernel is in w4a16_kernel.cuh.
-#include "kernels/gemm/w4a16_kernel.cuh"
+// packed_gemm: selects a kernel for the architecture and M. The general kernel is in
+// packed/kernel.cuh.
+#include "kernels/gemm/packed/kernel.cuh"
 
 namespace cpmcu::cuda {
 
 #ifdef CPMCU_SM90
-// w4a16_gemm_sm90.cu. `args` is its copy of this file's Args.
-void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
-// w4a16_large_sm90.cu
-bool w4_gemm_large_sm90(const Context& ctx, DType dtype, const void* args);
+// packed_gemm_sm90.cu. `args` is its copy of this file's Args.
+void packed_gemm_sm90(const Context& ctx, DType dtype, const void* args);
+// packed_large_sm90.cu
+bool packed_gemm_large_sm90(const Context& ctx, DType dtype, const void* args);
 #endif
 
 template <int>
 using AnyMma = MmaSync;
 
-void w4_gemm(const Context& ctx, const W4GemmParams& params) {
-  check_w4_gemm(params);
-  const W4Weight& w = params.w;
+void packed_gemm(const Context& ctx, const PackedGemmParams& params) {
+  check_packed_gemm(params);
+  const PackedWeight& w = params.w;
   Args args{.blocks = static_cast<const char*>(w.blocks),
             .partials = params.scratch.as<float>(),
             .n = static_cast<int>(w.n),
@@ -38,7 +39,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
     args.y = params.y.data();
     args.x = params.x.data();
     args.m = static_cast<int>(m);
-    if (w4_gemm_large_sm90(ctx, params.x.dtype(), &args)) return;
+    if (packed_gemm_large_sm90(ctx, params.x.dtype(), &args)) return;
   }
 #endif
   for (int64_t row = 0; row < m; row += kMaxRows) {
@@ -48,11 +49,11 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
     args.m = static_cast<int>(rows);
 #ifdef CPMCU_SM90
     if (ctx.compute_capability == 90) {
-      w4_gemm_sm90(ctx, params.x.dtype(), &args);
+      packed_gemm_sm90(ctx, params.x.dtype(), &args);
       continue;
     }
 #endif
-    launch_w4_rows<AnyMma>(ctx, params.x.dtype(), args);
+    launch_packed_rows<AnyMma>(ctx, params.x.dtype(), args);
   }
 }
 

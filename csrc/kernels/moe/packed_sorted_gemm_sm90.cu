@@ -1,11 +1,12 @@
-// w4_sorted_gemm on Hopper: y = x W[expert]^T for pairs sorted by expert, 4-bit W in weight blocks.
+// packed_sorted_gemm on Hopper: y = x W[expert]^T for pairs sorted by expert, 4-bit W in weight
+// blocks.
 //
 // Roofline: 2 P N K operations, and the W of each expert that has pairs once. 1024 tokens of a
 // 30B-A3B layer have 8192 pairs, 64 an expert: 77 GFLOP, 0.11 ms at 680 TFLOP/s, and 0.31 GB of
 // weights, 0.10 ms at 3 TB/s. With 2048 tokens the weights count half.
 //
 // Schedule: persistent clusters of two CTAs; a tile is 256 rows of one expert's W x 128 (or 64) of
-// its pairs. The main loop is that of kernels/gemm/w4a16_large_sm90.cu.
+// its pairs. The main loop is that of kernels/gemm/packed/packed_large_sm90.cu.
 //   all threads    count the tiles of each expert from the offsets of moe_route
 //   producer       its half of a weight block; half of the rows of x, multicast to both CTAs
 //   2 warpgroups   unpack 64 rows of W in registers, wgmma, scale into float32 sums
@@ -16,13 +17,13 @@
 // weight block, and one multiply-add applies the scale. So a pair's bits are the same in any prompt
 // and any chunk, while the tile size follows the number of pairs.
 #include "core/dispatch.h"
-#include "kernels/gemm/w4a16_large.cuh"
+#include "kernels/gemm/packed/large.cuh"
 #include "kernels/moe/sorted_tiles.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-struct W4SortedArgs {
+struct PackedSortedArgs {
   SortedArgs all;
   const char* blocks;  // of expert 0
   int64_t stride;      // bytes from one expert to the next
@@ -31,13 +32,13 @@ struct W4SortedArgs {
 };
 
 template <int kGroups>
-using SortedRing = W4LargeRing<kGroups, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;
+using SortedRing = PackedLargeRing<kGroups, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;
 
 // ---- kernels
 
 template <typename T, int kGroups, bool kZeros>
 __global__ void __launch_bounds__(kLargeThreads, 1)
-    w4_sorted_kernel(const __grid_constant__ W4SortedArgs args) {
+    packed_sorted_kernel(const __grid_constant__ PackedSortedArgs args) {
   using Ring = SortedRing<kGroups>;
   using Tiles = ExpertTiles<Ring::kRows>;
   extern __shared__ __align__(1024) char shared[];
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
         Ring::advance(stage, parity);
       }
       const auto at = tiles.place(tile);
-      const int column = at.w * kW4BlockRows + rank * kHalfRows + warpgroup * 64;
+      const int column = at.w * kPackedRows + rank * kHalfRows + warpgroup * 64;
       finish_tile<T>(args.all, sums, ring.out(warpgroup), warpgroup, at.first, at.end, column);
     }
   };
@@ -93,9 +94,9 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 // ---- launchers
 
 template <typename T, int kGroups, bool kZeros>
-void launch_sorted(const Context& ctx, const SortedRows& rows, W4SortedArgs args) {
+void launch_sorted(const Context& ctx, const SortedRows& rows, PackedSortedArgs args) {
   using Ring = SortedRing<kGroups>;
-  const auto kernel = w4_sorted_kernel<T, kGroups, kZeros>;
+  const auto kernel = packed_sorted_kernel<T, kGroups, kZeros>;
   const int m = static_cast<int>(rows.x.size(0)), k = static_cast<int>(rows.x.size(1));
   args.all.x_map = make_map(rows.x.data(), m, k, rows.x.dtype(), Ring::kRows / 2);
   args.all.alpha = 1 / kUnpackedScale<T>;
@@ -107,12 +108,12 @@ void launch_sorted(const Context& ctx, const SortedRows& rows, W4SortedArgs args
 }  // namespace
 
 // Graph-safe; reads the experts' pairs from the device.
-void w4_sorted_gemm_sm90(const Context& ctx, const W4SortedGemmParams& p) {
-  W4SortedArgs args{.all = sorted_args(p.rows, p.w.n, p.w.gated),
-                    .blocks = static_cast<const char*>(p.w.blocks),
-                    .stride = p.stride,
-                    .block_bytes = static_cast<int>(p.w.block_bytes()),
-                    .bf16_scales = p.w.scale_dtype == DType::kBF16};
+void packed_sorted_gemm_sm90(const Context& ctx, const PackedSortedGemmParams& p) {
+  PackedSortedArgs args{.all = sorted_args(p.rows, p.w.n, p.w.gated),
+                        .blocks = static_cast<const char*>(p.w.blocks),
+                        .stride = p.stride,
+                        .block_bytes = static_cast<int>(p.w.block_bytes()),
+                        .bf16_scales = p.w.scale_dtype == DType::kBF16};
   args.all.k_blocks = static_cast<int>(p.w.k_blocks());
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     dispatch_int<64, 128>("rows of a tile", rows_of_tile(p.rows), [&](auto rows) {

@@ -1,5 +1,5 @@
-// C.ops of 4-bit weights (kernels/gemm/w4a16.h) and of the fused layer. A Python W4Weight is an
-// array of bytes with the weight blocks, and the numbers that describe them.
+// C.ops of 4-bit weights (kernels/gemm/packed/packed.h) and of the fused layer. A Python
+// PackedWeight is an array of bytes with the weight blocks, and the numbers that describe them.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
@@ -12,7 +12,7 @@ namespace cpmcu {
 namespace {
 
 struct OpsWeight {
-  W4Weight weight;
+  PackedWeight weight;
   SharedArray blocks;
 };
 
@@ -23,8 +23,8 @@ struct OpsFusedGemm {
 
 }  // namespace
 
-void bind_w4_ops(py::module_& m) {
-  py::class_<OpsWeight>(m, "W4Weight", "4-bit weights; see csrc/kernels/gemm/w4a16.h.")
+void bind_packed_ops(py::module_& m) {
+  py::class_<OpsWeight>(m, "PackedWeight", "4-bit weights; see csrc/kernels/gemm/packed/packed.h.")
       .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int nibble_planes,
                        bool zero_points, const std::string& scale_dtype, bool gated) {
              OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
@@ -43,47 +43,48 @@ void bind_w4_ops(py::module_& m) {
            "blocks"_a, py::kw_only(), "n"_a, "k"_a, "nibble_planes"_a = 1, "zero_points"_a = false,
            "scale_dtype"_a = "float16", "gated"_a = false);
   m.def(
-      "w4_pack",
+      "int4_pack",
       [](const OpsContext& c, const OpsWeight& w, int format, SharedArray q, SharedArray scales,
          SharedArray zeros, int64_t first_row, int64_t first_k, int64_t n, int64_t k) {
-        w4_pack(c.ctx, {.w = w.weight,
-                        .format = static_cast<W4Format>(format),
-                        .q = tensor_of(q),
-                        .scales = tensor_of(scales),
-                        .zeros = tensor_of(zeros),
-                        .first_row = first_row,
-                        .first_k = first_k,
-                        .n = n ? n : w.weight.n,
-                        .k = k ? k : w.weight.k});
+        int4_pack(c.ctx, {.w = w.weight,
+                          .format = static_cast<Int4Format>(format),
+                          .q = tensor_of(q),
+                          .scales = tensor_of(scales),
+                          .zeros = tensor_of(zeros),
+                          .first_row = first_row,
+                          .first_k = first_k,
+                          .n = n ? n : w.weight.n,
+                          .k = k ? k : w.weight.k});
       },
       "ctx"_a, "w"_a, "format"_a, py::kw_only(), "q"_a, "scales"_a, "zeros"_a = SharedArray(),
       "first_row"_a = 0, "first_k"_a = 0, "n"_a = 0, "k"_a = 0,
-      "csrc/kernels/gemm/w4a16.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 Marlin");
+      "csrc/kernels/gemm/packed/packed.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 "
+      "Marlin");
   m.def(
-      "w4_quantize",
+      "packed_quantize",
       [](const OpsContext& c, const OpsWeight& w, SharedArray x, SharedArray index) {
-        w4_quantize(c.ctx, {.w = w.weight, .x = tensor_of(x), .index = ints(index)});
+        packed_quantize(c.ctx, {.w = w.weight, .x = tensor_of(x), .index = ints(index)});
       },
-      "ctx"_a, "w"_a, "x"_a, "index"_a = SharedArray(), "csrc/kernels/gemm/w4a16.h");
+      "ctx"_a, "w"_a, "x"_a, "index"_a = SharedArray(), "csrc/kernels/gemm/packed/packed.h");
   m.def(
-      "w4_dequantize",
+      "packed_dequantize",
       [](const OpsContext& c, SharedArray out, const OpsWeight& w, int64_t first_row) {
-        w4_dequantize(c.ctx, {.out = tensor_of(out), .w = w.weight, .first_row = first_row});
+        packed_dequantize(c.ctx, {.out = tensor_of(out), .w = w.weight, .first_row = first_row});
       },
-      "ctx"_a, "out"_a, "w"_a, "first_row"_a = 0, "csrc/kernels/gemm/w4a16.h");
+      "ctx"_a, "out"_a, "w"_a, "first_row"_a = 0, "csrc/kernels/gemm/packed/packed.h");
   m.def(
-      "w4_gemm",
+      "packed_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
          float beta, SharedArray scratch) {
-        w4_gemm(c.ctx, {.y = tensor_of(y),
-                        .x = tensor_of(x),
-                        .w = w.weight,
-                        .alpha = alpha,
-                        .beta = beta,
-                        .scratch = tensor_of(scratch)});
+        packed_gemm(c.ctx, {.y = tensor_of(y),
+                            .x = tensor_of(x),
+                            .w = w.weight,
+                            .alpha = alpha,
+                            .beta = beta,
+                            .scratch = tensor_of(scratch)});
       },
       "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
-      "csrc/kernels/gemm/w4a16.h");
+      "csrc/kernels/gemm/packed/packed.h");
   const auto make = [](FusedGemm gemm, const SharedArray& y, const SharedArray& x,
                        SharedArray weights, float alpha, float beta, const SharedArray& scratch,
                        const SharedArray& normed, const SharedArray& norm_weight, float norm_eps,
@@ -99,7 +100,7 @@ void bind_w4_ops(py::module_& m) {
                            float beta, SharedArray scratch, SharedArray normed,
                            SharedArray norm_weight, float norm_eps, float norm_offset) {
              FusedGemm gemm;
-             gemm.w4 = w.weight;
+             gemm.packed = w.weight;
              return make(gemm, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight, norm_eps,
                          norm_offset);
            }),
@@ -139,9 +140,11 @@ void bind_w4_ops(py::module_& m) {
       "following"_a = std::vector<OpsWeight>(), "csrc/kernels/gemm/fused_layer.h");
   m.def("fused_layer_bytes", &fused_layer_bytes, "max_rows"_a, "Size of fused_layer's memory.");
   m.def(
-      "w4_scratch_floats",
-      [](const OpsWeight& w, int64_t max_rows) { return w4_scratch_floats(w.weight, max_rows); },
-      "w"_a, "max_rows"_a, "Size of w4_gemm's scratch.");
+      "packed_scratch_floats",
+      [](const OpsWeight& w, int64_t max_rows) {
+        return packed_scratch_floats(w.weight, max_rows);
+      },
+      "w"_a, "max_rows"_a, "Size of packed_gemm's scratch.");
 }
 
 }  // namespace cpmcu

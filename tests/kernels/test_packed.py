@@ -1,4 +1,4 @@
-"""4-bit weights: w4_pack of each file layout, w4_quantize, w4_dequantize and w4_gemm."""
+"""Packed weights: int4_pack of each file layout, packed_quantize, _dequantize and _gemm."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cpmcu.quant import packing
+from tests.kernels.packed import U8, Weights, random_x, scratch_of
 from tests.kernels.util import (
     check,
     context,
@@ -24,7 +25,6 @@ from tests.kernels.util import (
     rounded,
     sizes,
 )
-from tests.kernels.w4 import U8, Weights, random_x, scratch_of
 from tests.reference import ops as reference
 from tests.reference import packing as layouts
 
@@ -42,11 +42,11 @@ def multiply(
 ) -> Any:
     y = empty(device, [len(x), n], out)
     scratch = scratch_of(device, weight, len(x))
-    ops.w4_gemm(context(device), y, put(device, x, dtype), weight, scratch=scratch, **scale)
+    ops.packed_gemm(context(device), y, put(device, x, dtype), weight, scratch=scratch, **scale)
     return y
 
 
-# ---- w4_gemm
+# ---- packed_gemm
 
 
 @on_devices_and_dtypes
@@ -92,7 +92,7 @@ def test_gated_weights_need_alpha_1_and_a_multiple_of_16_rows(device: str) -> No
         multiply(device, np.ones((1, 128)), weights.put(device), 16, "float16", "float16", alpha=2)
     with pytest.raises(ValueError, match="24 rows, expected a multiple of 16"):
         odd = Weights(128, 24, gated=False)
-        odd_weight = ops.W4Weight(put_raw(device, odd.blocks), n=24, k=128, gated=True)
+        odd_weight = ops.PackedWeight(put_raw(device, odd.blocks), n=24, k=128, gated=True)
         multiply(device, np.ones((1, 128)), odd_weight, 12, "float16", "float16")
 
 
@@ -127,7 +127,7 @@ def test_alpha_and_beta(device: str, dtype: str, alpha: float, beta: float, out:
         # If beta is 0, y is not read, so it may hold NaN.
         result = put(device, y, out) if beta else empty(device, [19, 72], out)
         weight = weights.put(device)
-        ops.w4_gemm(
+        ops.packed_gemm(
             context(device),
             result,
             put(device, x, dtype),
@@ -180,7 +180,7 @@ def test_more_than_64_rows(device: str, dtype: str, kind: str, shape: tuple[int,
         rows = y[begin:end] if scale else np.full((end - begin, width), np.nan)
         result, scratch = put(device, rows, dtype), scratch_of(device, weight, end - begin)
         given = put(device, x[begin:end], dtype)
-        ops.w4_gemm(context(device), result, given, weight, scratch=scratch, **scale)
+        ops.packed_gemm(context(device), result, given, weight, scratch=scratch, **scale)
         return result
 
     product = x @ weights.values.T
@@ -210,7 +210,9 @@ def test_each_launch_reads_what_the_one_before_wrote(device: str, dtype: str, m:
     rows += [empty(device, [m, widths[1 - i % 2]], dtype) for i in range(steps)]
 
     def step(i: int, y: Any) -> None:
-        ops.w4_gemm(context(device), y, rows[i], weights[i % 2], alpha=0.4, scratch=scratch[i % 2])
+        ops.packed_gemm(
+            context(device), y, rows[i], weights[i % 2], alpha=0.4, scratch=scratch[i % 2]
+        )
 
     def all_steps() -> None:
         for i in range(steps):
@@ -238,7 +240,7 @@ def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str, has_zeros
     assert not np.isfinite(y[2]).any() and not np.isfinite(y[3]).any()
 
 
-# ---- w4_pack
+# ---- int4_pack
 
 
 def stored(weights: Weights, name: str, q: U8, group: slice, columns: slice) -> dict[str, Any]:
@@ -295,7 +297,7 @@ def test_pack(device: str, name: str, k: int, n: int, has_zeros: bool, channel_w
     weights = Weights(k, n, scale_dtype, channel_wise, has_zeros)
     blocks, weight = weights.empty(device)
     arrays = stored(weights, name, weights.q, slice(None), slice(None))
-    ops.w4_pack(context(device), weight, FORMATS[name], **put_part(device, weights, arrays))
+    ops.int4_pack(context(device), weight, FORMATS[name], **put_part(device, weights, arrays))
     assert np.array_equal(blocks.numpy(), weights.blocks)
 
 
@@ -315,7 +317,7 @@ def test_pack_in_parts(device: str, name: str, has_zeros: bool) -> None:
             q = weights.q[first_k : first_k + k, columns]
             part = put_part(device, weights, stored(weights, name, q, group, columns))
             where = {"first_row": first_row, "first_k": first_k, "n": n, "k": k}
-            ops.w4_pack(context(device), weight, FORMATS[name], **part, **where)
+            ops.int4_pack(context(device), weight, FORMATS[name], **part, **where)
     assert np.array_equal(blocks.numpy(), weights.blocks)
 
 
@@ -333,7 +335,7 @@ def test_pack_gated(device: str, name: str, has_zeros: bool, fused: bool) -> Non
         columns = slice(first_row, first_row + n)
         arrays = stored(weights, name, weights.q[:, columns], slice(None), columns)
         part = put_part(device, weights, arrays)
-        ops.w4_pack(context(device), weight, FORMATS[name], **part, first_row=first_row, n=n)
+        ops.int4_pack(context(device), weight, FORMATS[name], **part, first_row=first_row, n=n)
     assert np.array_equal(blocks.numpy(), weights.blocks)
 
 
@@ -345,11 +347,11 @@ def test_gptq_zero_points_wrap(device: str) -> None:
     weights.zeros[:] = np.arange(16)
     blocks, weight = weights.empty(device)
     arrays = stored(weights, "gptq", weights.q, slice(None), slice(None))
-    ops.w4_pack(context(device), weight, 0, **put_part(device, weights, arrays))
+    ops.int4_pack(context(device), weight, 0, **put_part(device, weights, arrays))
     assert blocks.numpy()[0, 0, 16896:16912].tolist() == list(range(16))
 
 
-# ---- w4_quantize, w4_dequantize
+# ---- packed_quantize, packed_dequantize
 
 
 @on_devices_and_dtypes
@@ -363,7 +365,7 @@ def test_dequantize(
     weight, expected = weights.put(device), encode(weights.values, dtype)
     for first, count in ((0, n), (n // 2, n - n // 2), (n - 1, 1)):
         out = empty(device, [count, k], dtype)
-        ops.w4_dequantize(context(device), out, weight, first)
+        ops.packed_dequantize(context(device), out, weight, first)
         assert np.array_equal(out.numpy(), expected[first : first + count])
 
 
@@ -381,11 +383,13 @@ def test_quantize(
     x = rounded(x, dtype)
     index = rng.permutation(len(x))[:n] if indexed else np.arange(n)
     blocks = empty(device, [-(-n // 256), nibble_planes * -(-k // 128), 16896], "uint8")
-    weight = ops.W4Weight(blocks, n=n, k=k, nibble_planes=nibble_planes, scale_dtype=scale_dtype)
+    weight = ops.PackedWeight(
+        blocks, n=n, k=k, nibble_planes=nibble_planes, scale_dtype=scale_dtype
+    )
     put_index = put_ints(device, index) if indexed else None
-    ops.w4_quantize(context(device), weight, put(device, x, dtype), put_index)
+    ops.packed_quantize(context(device), weight, put(device, x, dtype), put_index)
     out = empty(device, [n, k], dtype)
-    ops.w4_dequantize(context(device), out, weight)
+    ops.packed_dequantize(context(device), out, weight)
     got, wanted = get(out), x[index]
     levels = 7 if nibble_planes == 1 else 119
     scale_error = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[scale_dtype]
@@ -419,10 +423,10 @@ def test_eight_bit_gemm(device: str, dtype: str, shape: tuple[int, int, int]) ->
 
     def run(device: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         blocks = empty(device, [-(-n // 256), 2 * -(-k // 128), 16896], "uint8")
-        weight = ops.W4Weight(blocks, n=n, k=k, nibble_planes=2)
-        ops.w4_quantize(context(device), weight, put(device, w, dtype))
+        weight = ops.PackedWeight(blocks, n=n, k=k, nibble_planes=2)
+        ops.packed_quantize(context(device), weight, put(device, w, dtype))
         out = empty(device, [n, k], "float32" if device == "cpu" else dtype)
-        ops.w4_dequantize(context(device), out, weight)
+        ops.packed_dequantize(context(device), out, weight)
         return get(multiply(device, x, weight, n, dtype, "float32")), get(out)
 
     _, values = run("cpu")
@@ -449,8 +453,8 @@ def test_gemm_shapes_and_dtypes_must_agree(
 ) -> None:
     weight = Weights(264, 72).put(device)
     x, y = (empty(device, s, d) for s, d in zip((x_shape, y_shape), dtypes))
-    with pytest.raises(ValueError, match="w4_gemm"):
-        ops.w4_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 2))
+    with pytest.raises(ValueError, match="packed_gemm"):
+        ops.packed_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 2))
 
 
 @on_devices
@@ -458,7 +462,7 @@ def test_k_must_be_a_multiple_of_8(device: str) -> None:
     weight = Weights(132, 8).put(device)
     x, y = empty(device, [1, 132], "float16"), empty(device, [1, 8], "float16")
     with pytest.raises(ValueError, match="multiple of 8"):
-        ops.w4_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 1))
+        ops.packed_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 1))
 
 
 @on_devices
@@ -477,8 +481,8 @@ def test_pack_shapes_must_agree(device: str, name: str, wrong: str) -> None:
         arrays["q"] = arrays["q"].astype(np.int64)
     else:
         where = {"first_row": 64} if wrong == "rows" else {"first_k": 64, "k": 320}
-    with pytest.raises(ValueError, match="w4_pack"):
-        ops.w4_pack(
+    with pytest.raises(ValueError, match="int4_pack"):
+        ops.int4_pack(
             context(device), weight, FORMATS[name], **put_part(device, weights, arrays), **where
         )
 
@@ -488,15 +492,17 @@ def test_quantize_and_dequantize_shapes_must_agree(device: str) -> None:
     weights = Weights(256, 128)
     weight, ctx = weights.put(device), context(device)
     for shape in ([127, 256], [128, 248], [128]):
-        with pytest.raises(ValueError, match="w4_quantize"):
-            ops.w4_quantize(ctx, weight, empty(device, shape, "float16"))
+        with pytest.raises(ValueError, match="packed_quantize"):
+            ops.packed_quantize(ctx, weight, empty(device, shape, "float16"))
     for shape, first in (([129, 256], 0), ([128, 256], 1), ([1, 248], 0)):
-        with pytest.raises(ValueError, match="w4_dequantize"):
-            ops.w4_dequantize(ctx, empty(device, shape, "float16"), weight, first)
+        with pytest.raises(ValueError, match="packed_dequantize"):
+            ops.packed_dequantize(ctx, empty(device, shape, "float16"), weight, first)
     with pytest.raises(ValueError, match="bytes"):
-        ops.W4Weight(empty(device, [16895], "uint8"), n=1, k=128)
+        ops.PackedWeight(empty(device, [16895], "uint8"), n=1, k=128)
     with pytest.raises(ValueError, match="nibble planes"):
         blocks = empty(device, [3 * 16896], "uint8")
-        ops.w4_quantize(
-            ctx, ops.W4Weight(blocks, n=1, k=8, nibble_planes=3), empty(device, [1, 8], "float16")
+        ops.packed_quantize(
+            ctx,
+            ops.PackedWeight(blocks, n=1, k=8, nibble_planes=3),
+            empty(device, [1, 8], "float16"),
         )

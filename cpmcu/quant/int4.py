@@ -1,7 +1,7 @@
 """Code shared by the schemes with 4-bit weights: quantised modules and their format.
 
 The tensors determine the method, not the config's lists of exceptions. A module with packed weights
-uses the C++ method "w4a16". A module with a plain `weight` stays dense.
+uses the C++ method "packed". A module with a plain `weight` stays dense.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.registry import QuantPlan, Read, Repack
+from cpmcu.quant.registry import LinearOptions, QuantPlan, Read, Repack
 
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
@@ -34,7 +34,7 @@ _NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_
 
 
 class Format(enum.IntEnum):
-    """W4Format of csrc/kernels/gemm/w4a16.h."""
+    """Int4Format of csrc/kernels/gemm/packed/packed.h."""
 
     GPTQ = 0
     GPTQ_V2 = 1
@@ -43,7 +43,7 @@ class Format(enum.IntEnum):
     MARLIN = 4
 
 
-def plan_w4(
+def plan_int4(
     scheme: str,
     layout: Format,
     tensors: Mapping[str, TensorMeta],
@@ -78,16 +78,17 @@ def plan_w4(
             if np.any(read(name)):
                 raise ValueError(f"{name} is not zero, expected no bias there")
 
-    options = {
-        "format": int(layout),
-        "group_size": group_size,
-        "zero_points": int(zero_points),
-        "bfloat16_scales": int(dtypes == {"bfloat16"}),
-        "fused": int(any(_leaf(module) in _FUSED for module in modules)),
-    }
+    options = LinearOptions(
+        layout="int4",
+        format=layout.name.lower(),
+        group_size=group_size,
+        zero_points=zero_points,
+        scale_dtype=next(iter(dtypes), "float16"),
+        stacked=any(_leaf(module) in _FUSED for module in modules),
+    )
     return QuantPlan(
         scheme=scheme,
-        linear_method="w4a16",
+        linear_method="packed",
         linear_options=options,
         linear_overrides=_dense_modules(tensors, set(modules)),
         repacks=tuple(repacks),

@@ -9,9 +9,9 @@
 
 namespace cpmcu {
 
-class W4Matrix {
+class PackedMatrix {
  public:
-  explicit W4Matrix(const W4Weight& weight) : weight_(weight) {}
+  explicit PackedMatrix(const PackedWeight& weight) : weight_(weight) {}
 
   // `min_bytes`: minimum size of the weight buffer, for the checkpoint's tensors at load.
   void plan(MemoryPlan& plan, const std::string& name, DType dtype, const StepLimits& limits,
@@ -20,9 +20,9 @@ class W4Matrix {
   // Called before the first step.
   void prepare(const Context& ctx) { fused_layer_prepare(ctx, fused_memory_); }
 
-  const W4Weight& weight() const { return weight_; }
+  const PackedWeight& weight() const { return weight_; }
 
-  // As LinearMethod::forward. If w4_gemm is slow with many rows and cuBLASLt is loaded, prefill
+  // As LinearMethod::forward. If packed_gemm is slow with many rows and cuBLASLt is loaded, prefill
   // multiplies dequantised slices of W. A row's bits still depend on N and K only.
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const;
@@ -36,12 +36,12 @@ class W4Matrix {
                 float beta) const;
   int64_t slice_rows() const;
 
-  W4Weight weight_;
+  PackedWeight weight_;
   DType dtype_ = DType::kBF16;
   int64_t kept_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, fused_id_ = 0;
   Tensor slice_;         // [slice_rows, K]; empty unless prefill dequantises
-  Tensor scratch_;       // of w4_gemm
+  Tensor scratch_;       // of packed_gemm
   Tensor fused_memory_;  // fused_layer's, shared by all matrices
 };
 

@@ -1,25 +1,27 @@
-// 4-bit experts of GPTQ, AWQ and compressed-tensors: "w4a16".
+// Quantised experts of checkpoints, in any layout of the table: "packed".
 //
 // The buffer has a part for each expert. A part holds the expert's tensors while they are loaded,
 // then its weight blocks. The device repacks one expert after another.
 #include <algorithm>
 
 #include "linear/experts.h"
-#include "linear/w4_tensors.h"
+#include "linear/packed_tensors.h"
 
 namespace cpmcu {
 namespace {
 
 LinearConfig unfused(LinearConfig expert) {
-  expert.options["fused"] = 0;  // tells of stacked tensors in other modules; experts have none
+  expert.options.stacked = false;  // tells of tensors in other modules; experts have none
   return expert;
 }
 
-class W4Experts : public ExpertLinear {
+class PackedExperts : public ExpertLinear {
  public:
-  explicit W4Experts(const ExpertsConfig& config)
-      : config_(config), tensors_(unfused(config.expert)), weight_(tensors_.weight()) {
-    const int64_t bytes = std::max(weight_.num_bytes(), tensors_.num_bytes());
+  explicit PackedExperts(const ExpertsConfig& config)
+      : config_(config),
+        tensors_(make_packed_tensors(unfused(config.expert))),
+        weight_(tensors_->weight()) {
+    const int64_t bytes = std::max(weight_.num_bytes(), tensors_->num_bytes());
     stride_ =
         (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;
   }
@@ -27,7 +29,7 @@ class W4Experts : public ExpertLinear {
   void plan(MemoryPlan& plan) override {
     id_ = plan.add(config_.prefix + config_.expert.stacked_name(), "weights",
                    config_.num_experts * stride_);
-    load_id_ = plan.add_scratch("w4.load", tensors_.num_bytes(), kLoad, kLoad);
+    load_id_ = plan.add_scratch("packed.load", tensors_->num_bytes(), kLoad, kLoad);
   }
 
   void bind(const Arena& arena) override {
@@ -37,41 +39,41 @@ class W4Experts : public ExpertLinear {
 
   void list_tensors(WeightTable& table) override {
     for (int i = 0; i < config_.num_experts; ++i) {
-      tensors_.list(table, static_cast<char*>(of(i).blocks), config_.prefix_of(i));
+      tensors_->list(table, static_cast<char*>(of(i).blocks), config_.prefix_of(i));
     }
   }
 
   // All experts share the scratch; the stream orders their copies.
   void finish_loading(const Context& ctx) override {
     for (int i = 0; i < config_.num_experts; ++i) {
-      copy_on_device(ctx.device, load_, of(i).blocks, tensors_.num_bytes(), ctx.stream);
-      tensors_.pack(ctx, of(i), load_);
+      copy_on_device(ctx.device, load_, of(i).blocks, tensors_->num_bytes(), ctx.stream);
+      tensors_->pack(ctx, of(i), load_);
     }
   }
 
   void forward(const Context& ctx, const ExpertRows& rows) const override {
-    w4_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
+    packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }
   void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
-    w4_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
+    packed_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }
 
  private:
-  W4Weight of(int index) const {
-    W4Weight weight = weight_;
+  PackedWeight of(int index) const {
+    PackedWeight weight = weight_;
     weight.blocks = static_cast<char*>(weight_.blocks) + index * stride_;
     return weight;
   }
 
   ExpertsConfig config_;
-  W4Tensors tensors_;
-  W4Weight weight_;  // of expert 0
+  std::unique_ptr<PackedTensors> tensors_;
+  PackedWeight weight_;  // of expert 0
   int64_t stride_ = 0;
   MemoryPlan::Id id_ = 0, load_id_ = 0;
   char* load_ = nullptr;
 };
 
-REGISTER_EXPERTS("w4a16", W4Experts);
+REGISTER_EXPERTS("packed", PackedExperts);
 
 }  // namespace
 }  // namespace cpmcu

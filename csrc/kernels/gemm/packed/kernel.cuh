@@ -1,4 +1,4 @@
-// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with 4-bit W (w4a16.h), 1 to 64 rows.
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with 4-bit W (packed.h), 1 to 64 rows.
 //
 // Roofline: W is read once, N K / 2 bytes and 3 % of scales. At 3 TB/s 4096 x 4096 takes 2.9 us and
 // 32768 x 4096 takes 23 us. The mma work hides behind that stream up to M = 32; at M = 64 it takes
@@ -22,7 +22,7 @@
 
 #include "core/dispatch.h"
 #include "core/launch.h"
-#include "kernels/gemm/w4a16_ring.cuh"
+#include "kernels/gemm/packed/ring.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -51,14 +51,14 @@ template <typename Mma, typename T,  // __half or __nv_bfloat16
           int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
           bool kZeros>               // W has zero points
 __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
-    w4_gemm_kernel(const __grid_constant__ Args args) {
+    packed_gemm_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
-  using Ring = W4Ring<kGroups>;
+  using Ring = PackedRing<kGroups>;
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring(shared, barriers, args.stages);
   const int slice = blockIdx.x;
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
   const SliceReceiver<T, kGroups> receiver{ring.stage(args.stages).rows,
                                            ring.barriers + 8 * Ring::kBarriers, slice, lane};
 #endif
@@ -86,11 +86,11 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     for (int i = warp; i < args.stages; i += blockDim.x / 32) init(i);
     ptx::mbarrier_init_fence();
   }
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
   if (args.slices > 1 && threadIdx.x == kThreads - 1) receiver.open(args);
 #endif
   __syncthreads();
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
   if (args.slices > 1) ptx::cluster_arrive();
 #endif
 
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     } else {
       ptx::pdl_wait();
     }
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
     if (args.slices > 1) ptx::cluster_wait();
 #endif
     return;
@@ -133,12 +133,12 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     }
 
     // Epilogue: y, or partial sums of the slice.
-    const int n0 = tile * kW4BlockRows;
+    const int n0 = tile * kPackedRows;
     if (args.slices == 1) {
       store_sums<T>(args, sums, n0);
       continue;
     }
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
     receiver.add_up(args, sums, warp, n0);
 #else
     store_partials(args, sums, slice, n0 + warp * 32 + lane / 4);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 
 // Adds the slices if there are no clusters.
 template <typename T>
-__global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(256) packed_add_slices_kernel(const __grid_constant__ Args args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
@@ -184,9 +184,9 @@ int threads_of_most_registers(Kernel kernel, int threads) {
 }
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
-void launch_w4_kernel(const Context& ctx, Args args) {
-  constexpr int kStageBytes = W4Ring<kGroups>::kStageBytes;
-  const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
+void launch_packed_kernel(const Context& ctx, Args args) {
+  constexpr int kStageBytes = PackedRing<kGroups>::kStageBytes;
+  const auto kernel = packed_gemm_kernel<Mma, T, kGroups, kZeros>;
   const bool clusters = has_clusters(ctx.code_capability);
   args.alpha /= kUnpackedScale<T>;
   args.slice_blocks = args.k_blocks / args.slices;
@@ -225,25 +225,25 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(args.slices, tile_blocks),
                  dim3(threads), shared_bytes, args);
   if (args.slices > 1 && !clusters) {
-    launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
-           args);
+    launch(ctx, packed_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256),
+           0, args);
   }
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_w4(const Context& ctx, const Args& args) {
+void launch_packed(const Context& ctx, const Args& args) {
   const bool zeros = args.block_bytes > kZeroOffset;
-  zeros ? launch_w4_kernel<Mma, T, kGroups, true>(ctx, args)
-        : launch_w4_kernel<Mma, T, kGroups, false>(ctx, args);
+  zeros ? launch_packed_kernel<Mma, T, kGroups, true>(ctx, args)
+        : launch_packed_kernel<Mma, T, kGroups, false>(ctx, args);
 }
 
 // MmaOf<kGroups>: the multiplication policy of the kernel for kGroups groups of 8 rows.
 template <template <int> typename MmaOf>
-void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
+void launch_packed_rows(const Context& ctx, DType dtype, const Args& args) {
   dispatch_half(dtype, [&](auto t) {
     dispatch_int<1, 2, 4, 8>("groups of rows", row_groups(args.m), [&](auto groups) {
       constexpr int kGroups = decltype(groups)::value;
-      launch_w4<MmaOf<kGroups>, decltype(t), kGroups>(ctx, args);
+      launch_packed<MmaOf<kGroups>, decltype(t), kGroups>(ctx, args);
     });
   });
 }

@@ -1,9 +1,9 @@
-// Epilogue of w4_gemm: adds the slices of K and writes y.
+// Epilogue of packed_gemm: adds the slices of K and writes y.
 #pragma once
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16_block.cuh"
+#include "kernels/gemm/packed/block.cuh"
 #include "kernels/gemm/x_rows.cuh"
 #include "kernels/layer/silu.cuh"
 
@@ -17,7 +17,7 @@ constexpr int kGroupBytes = 32 * 16;   // sums of an m16 tile x 8 rows of x: 16 
 // buffer need more shared memory than the 99 KB of a CTA on GeForce cards, also from 12.0 on.
 constexpr bool has_clusters(int capability) { return capability >= 90 && capability < 120; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-#define CPMCU_W4_CLUSTERS
+#define CPMCU_SLICE_CLUSTERS
 #endif
 
 struct Args {
@@ -139,9 +139,9 @@ template <typename T, int kGroups>
 __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)[2][kGroups][4],
                                            int n0) {
   const int n = n0 + static_cast<int>(threadIdx.x) / 32 * 32 + threadIdx.x % 32 / 4;
-  if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.float_out) {
+  if (n0 + kPackedRows <= args.n && args.beta == 0 && !args.float_out) {
     args.gated ? store_whole<T, true>(args, sums, n) : store_whole<T, false>(args, sums, n);
-  } else if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.gated) {
+  } else if (n0 + kPackedRows <= args.n && args.beta == 0 && !args.gated) {
     store_whole<float, false>(args, sums, n);
   } else {
     each_pair(sums, n, [&](int row, int at, float sum, float sum_8) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
 
 // ---- slices
 
-#ifdef CPMCU_W4_CLUSTERS
+#ifdef CPMCU_SLICE_CLUSTERS
 // The DSMEM receive buffer of a CTA of a cluster, behind its stages: [slices][m16
 // tiles][kGroups][lanes] of 16 bytes. CTA r of the cluster multiplies slice r and adds m16 tiles
 // [first_m16_tile[r], first_m16_tile[r + 1]). With slices, a CTA has one tile of 256 rows.
@@ -208,7 +208,7 @@ struct SliceReceiver {
       const int row = fragment / 32 % kGroups * 8 + q * 2;
       const int n = n0 + (my_first + fragment / kFragments) * 16 + g;
       T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
-      const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
+      const bool whole = n0 + kPackedRows <= args.n && !args.float_out && !args.gated;
       float old[4] = {};  // loaded while sums are in flight
       if (whole && args.beta != 0) {
 #pragma unroll
@@ -241,7 +241,7 @@ struct SliceReceiver {
   }
 };
 #else
-// Stores partial sums for w4_add_slices_kernel; `n` is the lane's first stored row of W.
+// Stores partial sums for packed_add_slices_kernel; `n` is the lane's first stored row of W.
 template <int kGroups>
 __device__ __forceinline__ void store_partials(const Args& args, const float (&sums)[2][kGroups][4],
                                                int slice, int n) {

@@ -1,4 +1,4 @@
-// Multiplication of a weight block (w4a16.h) in shared memory with rows of x, by one warp.
+// Multiplication of a weight block (packed.h) in shared memory with rows of x, by one warp.
 //
 // Scales never touch the weights. q - z is exact in 16 bits, so the tensor cores sum (q - z) * x
 // over the 128 k of a group. One float32 multiply-add per sum and group applies the scale.
@@ -8,20 +8,20 @@
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16_block.cuh"
+#include "kernels/gemm/packed/block.cuh"
 #include "kernels/gemm/x_rows.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kRowBytes = 2 * kW4BlockK;  // bytes of a row of x in a stage
+constexpr int kRowBytes = 2 * kPackedK;  // bytes of a row of x in a stage
 
 // Copies 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
 __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int k_block,
                                           uint32_t barrier) {
-  ptx::tensor_copy(to, map, k_block * kW4BlockK, 0, barrier);
-  ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
+  ptx::tensor_copy(to, map, k_block * kPackedK, 0, barrier);
+  ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kPackedK + 64, 0, barrier);
 }
 
 // Unpacks the eight q of a word to an A fragment of 16 rows x 16 k, times kUnpackedScale. `low` and

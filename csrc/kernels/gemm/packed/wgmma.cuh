@@ -5,7 +5,7 @@
 // is the left operand.
 #pragma once
 
-#include "kernels/gemm/w4a16_multiply.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
 
 namespace cpmcu::cuda {
 namespace {

@@ -1,12 +1,12 @@
-// Conversion to and from the packed layout of w4a16.h: from checkpoints' layouts, from dense rows,
+// Conversion to and from the packed layout of packed.h: from checkpoints' layouts, from dense rows,
 // and back to dense rows.
 //
-// Roofline: bytes read plus bytes written. All of it runs at load, except w4_dequantize, which
+// Roofline: bytes read plus bytes written. All of it runs at load, except packed_dequantize, which
 // serves prefill: 2 bytes written for each half byte read.
 //
-// Schedule: In w4_pack a CTA packs a weight block and a thread a word. In w4_quantize a CTA has 16
-// rows of a k block and a warp a row. In w4_dequantize a warp has a warp tile; the kernel's comment
-// describes it.
+// Schedule: In int4_pack a CTA packs a weight block and a thread a word. In packed_quantize a CTA
+// has 16 rows of a k block and a warp a row. In packed_dequantize a warp has a warp tile; the
+// kernel's comment describes it.
 //
 // The surprising decision: packing gathers its nibbles one by one. Each source word is read up to
 // eight times, from L1. An 8B model takes milliseconds, less than its transfer over the bus, and
@@ -14,7 +14,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16_block.cuh"
+#include "kernels/gemm/packed/block.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -26,7 +26,7 @@ struct PackArgs {
   const uint32_t* q;
   const uint16_t* scales;
   const uint32_t* zeros;  // null: no zero points
-  W4Format format;
+  Int4Format format;
   int words;                    // int32 words in q's second dimension
   int groups;                   // groups of scales
   bool by_channel;              // Marlin has another permutation of channel-wise scales
@@ -40,14 +40,14 @@ struct PackArgs {
 
 __device__ __forceinline__ int q_of(const PackArgs& p, int n, int k) {
   switch (p.format) {
-    case W4Format::kGptq:
-    case W4Format::kGptqV2:
+    case Int4Format::kGptq:
+    case Int4Format::kGptqV2:
       return p.q[static_cast<int64_t>(k / 8) * p.words + n] >> (4 * (k % 8)) & 15;
-    case W4Format::kAwq:
+    case Int4Format::kAwq:
       return p.q[static_cast<int64_t>(k) * p.words + n / 8] >> (4 * (n % 8 / 2 + n % 2 * 4)) & 15;
-    case W4Format::kCompressed:
+    case Int4Format::kCompressed:
       return p.q[static_cast<int64_t>(n) * p.words + k / 8] >> (4 * (k % 8)) & 15;
-    case W4Format::kMarlin:
+    case Int4Format::kMarlin:
       break;
   }
   const int lane = 4 * (n % 8) + k % 8 / 2, nibble = k / 8 % 2 + 2 * (n / 8 % 2) + 4 * (k % 2);
@@ -56,10 +56,10 @@ __device__ __forceinline__ int q_of(const PackArgs& p, int n, int k) {
 }
 
 __device__ __forceinline__ uint16_t scale_of(const PackArgs& p, int n, int group) {
-  if (p.format == W4Format::kCompressed)
+  if (p.format == Int4Format::kCompressed)
     return p.scales[static_cast<int64_t>(n) * p.groups + group];
   int column = n;
-  if (p.format == W4Format::kMarlin) {
+  if (p.format == Int4Format::kMarlin) {
     column = !p.by_channel ? n / 64 * 64 + n % 8 * 8 + n % 64 / 8
                            : n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
   }
@@ -72,18 +72,18 @@ __device__ __forceinline__ int zero_of(const PackArgs& p, int n, int group) {
   };
   const int64_t row_word = static_cast<int64_t>(group) * (p.n / 8) + n / 8;
   switch (p.format) {
-    case W4Format::kGptq:
+    case Int4Format::kGptq:
       return (nibble(row_word, n % 8) + 1) & 15;
-    case W4Format::kGptqV2:
+    case Int4Format::kGptqV2:
       return nibble(row_word, n % 8);
-    case W4Format::kAwq:
+    case Int4Format::kAwq:
       return nibble(row_word, n % 8 / 2 + n % 2 * 4);
     default:
       return nibble(static_cast<int64_t>(n / 8) * p.groups + group, n % 8);
   }
 }
 
-// Row and k of nibble `nibble` of word `word`: the inverse of w4_nibble.
+// Row and k of nibble `nibble` of word `word`: the inverse of nibble_place.
 struct Place {
   int row, k;
 };
@@ -96,14 +96,14 @@ __device__ __forceinline__ Place place_of(int word, int nibble) {
 // ---- kernels
 
 // Packs a weight block; blockIdx.x along K, blockIdx.y along the rows of the part.
-__global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant__ PackArgs p) {
+__global__ void __launch_bounds__(kThreads) int4_pack_kernel(const __grid_constant__ PackArgs p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int k_block = p.first_k_block + blockIdx.x;
   const int row_block = p.first_row_block + blockIdx.y;
-  const int row0 = row_block * kW4BlockRows, k0 = blockIdx.x * kW4BlockK;
+  const int row0 = row_block * kPackedRows, k0 = blockIdx.x * kPackedK;
   const auto source_row = [&](int row) {
-    return p.gated_rows > 0 ? static_cast<int>(w4_gated_row(p.gated_rows, row)) : row;
+    return p.gated_rows > 0 ? static_cast<int>(gated_row(p.gated_rows, row)) : row;
   };
   char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
@@ -143,24 +143,24 @@ struct QuantizeArgs {
 // Quantises 16 rows of a k block; blockIdx.x along K (of one nibble plane), blockIdx.y along N.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    w4_quantize_kernel(const __grid_constant__ QuantizeArgs p) {
+    packed_quantize_kernel(const __grid_constant__ QuantizeArgs p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   constexpr int kRows = 16;
-  __shared__ int8_t level[kRows][kW4BlockK];
+  __shared__ int8_t level[kRows][kPackedK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_block = blockIdx.y / (kW4BlockRows / kRows);
-  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the weight block
+  const int row_block = blockIdx.y / (kPackedRows / kRows);
+  const int first = blockIdx.y % (kPackedRows / kRows) * kRows;  // row within the weight block
   const auto block_of = [&](int plane) {
     const int k_block = plane * (p.k_blocks / p.nibble_planes) + blockIdx.x;
     return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   };
   for (int i = warp; i < kRows; i += kThreads / 32) {
-    const int n = row_block * kW4BlockRows + first + i;
+    const int n = row_block * kPackedRows + first + i;
     const int64_t source = n >= p.n ? 0 : p.index != nullptr ? p.index[n] : n;
     float v[4], largest = 0;
     for (int j = 0; j < 4; ++j) {
-      const int k = blockIdx.x * kW4BlockK + j * 32 + lane;
+      const int k = blockIdx.x * kPackedK + j * 32 + lane;
       v[j] = n < p.n && k < p.k ? to_float(static_cast<const T*>(p.x)[source * p.k + k]) : 0;
       largest = fmaxf(largest, fabsf(v[j]));
     }
@@ -229,7 +229,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 // blockIdx.x along K, blockIdx.y along N.
 template <typename T, bool kTwoPlanes>
 __global__ void __launch_bounds__(kThreads)
-    w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
+    packed_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   static_assert(kThreads == 32 * kWarpTiles, "a warp for each warp tile");
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();  // earlier kernels may still read `out`
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
-    const int k = static_cast<int>(blockIdx.x) * kW4BlockK + pair * 32 + q * 8;
+    const int k = static_cast<int>(blockIdx.x) * kPackedK + pair * 32 + q * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t chunks[4];  // this lane's two k of each chunk
@@ -300,16 +300,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers
 
-void w4_pack(const Context& ctx, const W4PackParams& params) {
-  check_w4_pack(params);
-  const W4Weight& w = params.w;
+void int4_pack(const Context& ctx, const Int4PackParams& params) {
+  check_int4_pack(params);
+  const PackedWeight& w = params.w;
   const bool last_rows = params.first_row + params.n == w.n;
-  const int64_t end_row = last_rows ? w.row_blocks() * kW4BlockRows : params.first_row + params.n;
+  const int64_t end_row = last_rows ? w.row_blocks() * kPackedRows : params.first_row + params.n;
   // The rows of a part of a gated W lie in all row blocks.
-  const int64_t first_row_block = w.gated ? 0 : params.first_row / kW4BlockRows;
+  const int64_t first_row_block = w.gated ? 0 : params.first_row / kPackedRows;
   const int64_t end_row_block =
-      w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;
-  const int64_t groups = params.scales.size(params.format == W4Format::kCompressed ? 1 : 0);
+      w.gated ? w.row_blocks() : (end_row + kPackedRows - 1) / kPackedRows;
+  const int64_t groups = params.scales.size(params.format == Int4Format::kCompressed ? 1 : 0);
   const PackArgs args{.blocks = static_cast<char*>(w.blocks),
                       .q = params.q.as<uint32_t>(),
                       .scales = params.scales.as<uint16_t>(),
@@ -317,26 +317,26 @@ void w4_pack(const Context& ctx, const W4PackParams& params) {
                       .format = params.format,
                       .words = static_cast<int>(params.q.size(1)),
                       .groups = static_cast<int>(groups),
-                      .by_channel = groups == 1 && params.k > kW4BlockK,
+                      .by_channel = groups == 1 && params.k > kPackedK,
                       .n = static_cast<int>(params.n),
                       .k = static_cast<int>(params.k),
                       .gated_rows = w.gated ? static_cast<int>(w.n) : 0,
                       .first_row_block = static_cast<int>(first_row_block),
                       .first_row = static_cast<int>(params.first_row),
                       .end_row = static_cast<int>(end_row),
-                      .first_k_block = static_cast<int>(params.first_k / kW4BlockK),
+                      .first_k_block = static_cast<int>(params.first_k / kPackedK),
                       .k_blocks = static_cast<int>(w.k_blocks()),
                       .block_bytes = w.block_bytes()};
-  const int64_t k_blocks = (params.k + kW4BlockK - 1) / kW4BlockK;
+  const int64_t k_blocks = (params.k + kPackedK - 1) / kPackedK;
   launch(
-      ctx, w4_pack_kernel,
+      ctx, int4_pack_kernel,
       dim3(static_cast<unsigned>(k_blocks), static_cast<unsigned>(end_row_block - first_row_block)),
       dim3(kThreads), 0, args);
 }
 
-void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
-  check_w4_quantize(params);
-  const W4Weight& w = params.w;
+void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
+  check_packed_quantize(params);
+  const PackedWeight& w = params.w;
   const QuantizeArgs args{.blocks = static_cast<char*>(w.blocks),
                           .x = params.x.data(),
                           .index = params.index,
@@ -347,15 +347,15 @@ void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
                           .block_bytes = w.block_bytes(),
                           .bf16_scales = w.scale_dtype == DType::kBF16};
   const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
-                  static_cast<unsigned>(w.row_blocks() * (kW4BlockRows / 16)));
+                  static_cast<unsigned>(w.row_blocks() * (kPackedRows / 16)));
   dispatch_half(params.x.dtype(), [&](auto t) {
-    launch(ctx, w4_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+    launch(ctx, packed_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
   });
 }
 
-void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
-  check_w4_dequantize(params);
-  const W4Weight& w = params.w;
+void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params) {
+  check_packed_dequantize(params);
+  const PackedWeight& w = params.w;
   const int64_t rows = params.out.size(0);
   const DequantizeArgs args{.out = params.out.data(),
                             .blocks = static_cast<const char*>(w.blocks),
@@ -374,7 +374,8 @@ void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx,
-           w.nibble_planes == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
+           w.nibble_planes == 2 ? packed_dequantize_kernel<T, true>
+                                : packed_dequantize_kernel<T, false>,
            grid, dim3(kThreads), 0, args);
   });
 }

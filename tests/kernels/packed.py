@@ -53,7 +53,7 @@ class Weights:
         return blocks, self.weight(blocks)
 
     def weight(self, blocks: Any) -> Any:
-        return ops.W4Weight(
+        return ops.PackedWeight(
             blocks,
             n=self.n,
             k=self.k,
@@ -67,7 +67,7 @@ class Weights:
 
 
 def scratch_of(device: str, weight: Any, rows: int) -> Any:
-    return empty(device, [max(1, ops.w4_scratch_floats(weight, rows))], "float32")
+    return empty(device, [max(1, ops.packed_scratch_floats(weight, rows))], "float32")
 
 
 def random_x(m: int, k: int, dtype: str) -> npt.NDArray[np.float64]:
