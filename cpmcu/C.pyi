@@ -120,6 +120,9 @@ class SamplingConfig:
     max_tokens: int
     "With a drafter: the device ends the sequence after so many."
 
+def beam_shapes(*, depth: int, topk: int, tree_size: int) -> list[tuple[int, int]]:
+    """Shapes (depth, nodes) of trees that grow by `topk` nodes a level, up to the given one."""
+
 class DrafterSpec:
     """A drafter as plain data; see csrc/speculative/drafter.h.
 
@@ -132,8 +135,6 @@ class DrafterSpec:
     'Begins the names of its tensors and buffers: "draft.".'
     depth: int
     "Tokens of the longest drafted path."
-    topk: int
-    "Width of a level; a chain has 1."
     tree_size: int
     "Tokens verified, root included."
     options: dict[str, bool | int | float | str | list[int] | list[float]]
@@ -488,6 +489,10 @@ class Engine:
     def max_num_seqs(self) -> int: ...
     @property
     def chunk_length(self) -> int: ...
+    @property
+    def draft_shapes(self) -> list[tuple[int, int]]:
+        """Shapes among which each step may choose: (depth, nodes), the last one the largest."""
+
     @property
     def tokens_per_step(self) -> int:
         """Most tokens that a decode step emits for a sequence."""

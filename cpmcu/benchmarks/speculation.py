@@ -14,6 +14,7 @@ from cpmcu.loading.hub import resolve_model
 from cpmcu.shipped import shipped_model
 
 if TYPE_CHECKING:
+    from cpmcu import C
     from cpmcu.llm import LLM
 
 CURVE = range(1, 7)  # mean accept lengths for which tokens/s is reported
@@ -120,7 +121,7 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
             whole,
             spec_auto=False,
             spec_num_iter=draft.depth,
-            spec_topk_per_iter=draft.topk,
+            spec_topk_per_iter=_width(draft),
             spec_tree_size=draft.tree_size,
         )
     with load(whole) as llm:
@@ -137,6 +138,12 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
         "chosen": [dataclasses.asdict(row) for row in chosen],
         "counters": counters,
     }
+
+
+def _width(draft: C.DrafterSpec) -> int | None:
+    """Nodes of a level of the drafted trees; None: the drafts are chains."""
+    widths = [spec.options.get("topk") for spec in (draft, *draft.parts)]
+    return next((width for width in widths if isinstance(width, int)), None)
 
 
 def speculation_table(speculation: dict[str, Any]) -> list[str]:

@@ -19,4 +19,4 @@ def fill_plan(
     steps = speculation.num_model_steps or MODEL_STEPS
     part = replace(plan, depth=min(steps, plan.longest or steps))
     options = {"min_ngram": shortest, "max_ngram": longest}
-    return "fill", replace(plan, parts=((method, part),), options=options)
+    return "fill", replace(plan, drafter=None, parts=((method, part),), options=options)

@@ -7,7 +7,7 @@ Qwen3-Next and Qwen3.5 have one module (other names: mtp_layouts.py):
 
 The hidden state is the target's after its final norm. The embedding table and lm_head are the
 target's. A single module runs once for each drafted token, then with its own hidden states. Of
-several modules, each drafts one token (csrc/speculative/drafters/mtp.cpp).
+several modules, each drafts one token (csrc/speculative/drafters/mtp_modules.cpp).
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _plan_modules(
     num_modules = count_modules(draft, layout)
     if speculation.enable_multi_layers_mtp is False:
         num_modules = 1
+    several = num_modules > 1
     tensors = {n: meta for n, meta in draft.tensors.items() if layout.split(n) is not None}
     quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
     fields = _fields(target, ("mlp", {}))
@@ -123,12 +124,12 @@ def _plan_modules(
         shares_head=True,
         quantises_head=target.quantised or quant is not DENSE,
         window=None,
+        drafter="mtp_modules" if several else None,
         options={
             "hidden_first": layout.hidden_first,
-            "num_modules": num_modules,
-            "chain_hidden": is_chained(draft),
+            **({"num_modules": num_modules, "chain_hidden": is_chained(draft)} if several else {}),
         },
-        longest=num_modules if num_modules > 1 else None,
+        longest=num_modules if several else None,
         quant=quant,
     )
 

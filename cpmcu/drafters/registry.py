@@ -73,6 +73,7 @@ class DraftPlan:
     window: int | None = 0  # default of spec_window_size; None: the draft has no window
     chain: bool = False  # drafts have no branches
     has_head: bool = False  # a language model that an EAGLE head of its own drafts
+    drafter: str | None = None  # the C++ drafter's name, if not that of this kind
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
     # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
     # the part with weights.

@@ -94,6 +94,8 @@ class LoadedDraft:
                 self._spec(extension, dtype, part, its_plan) for part, its_plan in plan.parts
             ]
         elif plan.fields is not None:
+            if not plan.chain:
+                options["topk"] = shape.topk
             if self.window is not None:
                 options["window"] = self.window
             if self.vocab_ids:
@@ -108,10 +110,9 @@ class LoadedDraft:
             if self.head is not None:
                 more["parts"] = [self.head.spec(extension, dtype)]
         made: C.DrafterSpec = extension.DrafterSpec(
-            method=method,
+            method=plan.drafter or method,
             scope=self.prefix,
             depth=shape.depth,
-            topk=shape.topk,
             tree_size=shape.tree_size,
             options=options,
             **more,

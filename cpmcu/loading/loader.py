@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import shown
 from cpmcu.drafters.registry import TargetModel
-from cpmcu.engine.shapes import shapes_of
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading import exiting
 from cpmcu.loading.checkpoint import open_checkpoint
@@ -175,7 +174,7 @@ def load_model(
         engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
-        shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
+        shapes = tuple(engine.draft_shapes)
     files = draft.files if draft else None
     return LoadedModel(
         engine,

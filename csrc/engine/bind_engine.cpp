@@ -408,6 +408,16 @@ void bind_facts(EngineClass& engine) {
       .def_property_readonly("max_num_seqs",
                              [](const Engine& e) { return e.config().max_num_seqs; })
       .def_property_readonly("chunk_length", [](const Engine& e) { return e.chunk_length(); })
+      .def_property_readonly(
+          "draft_shapes",
+          [](const Engine& engine) {
+            std::vector<std::pair<int, int>> shapes;
+            for (const auto& [depth, nodes] : engine.draft_shapes()) {
+              shapes.emplace_back(depth, nodes);
+            }
+            return shapes;
+          },
+          "Shapes among which each step may choose: (depth, nodes), the last one the largest.")
       .def_property_readonly("tokens_per_step", &Engine::tokens_per_step,
                              "Most tokens that a decode step emits for a sequence.")
       .def_property_readonly("launch_ahead", &Engine::launch_ahead,

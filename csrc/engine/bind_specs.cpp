@@ -137,6 +137,17 @@ void bind_model_spec(py::module_& m) {
 }
 
 void bind_drafter_spec(py::module_& m) {
+  m.def(
+      "beam_shapes",
+      [](int depth, int topk, int tree_size) {
+        std::vector<std::pair<int, int>> pairs;
+        for (const auto& [levels, nodes] : beam_shapes({depth, tree_size}, topk)) {
+          pairs.emplace_back(levels, nodes);
+        }
+        return pairs;
+      },
+      "Shapes (depth, nodes) of trees that grow by `topk` nodes a level, up to the given one.",
+      py::kw_only(), py::arg("depth"), py::arg("topk"), py::arg("tree_size"));
   py::class_<DrafterSpec>(m, "DrafterSpec",
                           R"(A drafter as plain data; see csrc/speculative/drafter.h.
 
@@ -146,9 +157,14 @@ void bind_drafter_spec(py::module_& m) {
                      "\"eagle\" | \"eagle3\" | \"model\" | \"ngram\" | ... (`registered`).")
       .def_readwrite("scope", &DrafterSpec::scope,
                      "Begins the names of its tensors and buffers: \"draft.\".")
-      .def_readwrite("depth", &DrafterSpec::depth, "Tokens of the longest drafted path.")
-      .def_readwrite("topk", &DrafterSpec::topk, "Width of a level; a chain has 1.")
-      .def_readwrite("tree_size", &DrafterSpec::tree_size, "Tokens verified, root included.")
+      .def_property(
+          "depth", [](const DrafterSpec& spec) { return spec.shape.depth; },
+          [](DrafterSpec& spec, int depth) { spec.shape.depth = depth; },
+          "Tokens of the longest drafted path.")
+      .def_property(
+          "tree_size", [](const DrafterSpec& spec) { return spec.shape.tree_size; },
+          [](DrafterSpec& spec, int nodes) { spec.shape.tree_size = nodes; },
+          "Tokens verified, root included.")
       .def_property(
           "options", [](const DrafterSpec& spec) { return spec.options.values(); },
           [](DrafterSpec& spec, ParamValues values) { spec.options = Params(std::move(values)); },

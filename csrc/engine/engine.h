@@ -106,8 +106,8 @@ class Engine {
   // chunks. Later drafts of these sequences are worse, but no emitted token changes.
   void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
                const WriteLogits& write = nullptr, bool skip_draft = false);
-  // `shape`: the shape of the draft, at most that of the DrafterSpec, which is the default. It
-  // changes no emitted token, unless verify_strategy is topp.
+  // `shape`: the shape of the draft; by default the drafter's largest. It changes no emitted token,
+  // unless verify_strategy is topp.
   void decode(const std::vector<int>& slots, std::optional<DraftShape> shape = {});
   // A decode step in two halves, for sequences with token masks. The mask of a node depends on the
   // tokens before it, and only the host can compute it. `begin_masked` returns the tree of each
@@ -131,6 +131,8 @@ class Engine {
   // Most tokens that a decode step emits for a sequence.
   int tokens_per_step() const { return step_.max_path(); }
   int num_rewritten() const { return step_.num_rewritten(); }
+  // The shapes of `decode` among which each step may choose.
+  std::vector<DraftShape> draft_shapes() const { return step_.shapes(); }
   int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
 

@@ -7,7 +7,18 @@
 namespace cpmcu {
 
 BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
-    : spec_(spec), target_(target), vocab_ids_(spec.options.integers("vocab_ids")) {
+    : spec_(spec),
+      target_(target),
+      topk_(spec.options.integer("topk", 1)),
+      largest_{spec.shape.depth,
+               std::min(spec.shape.tree_size, 1 + num_candidates(topk_, spec.shape.depth))},
+      vocab_ids_(spec.options.integers("vocab_ids")) {
+  CHECK(topk_ >= 1 && topk_ <= kMaxTopk, "the draft's top-k is {}, expected 1 to {}", topk_,
+        kMaxTopk);
+  const int num_rows = topk_ * (largest_.depth - 1);
+  CHECK(num_rows <= kMaxTreeSize,
+        "top-k {} x (depth {} - 1) is {} drafted tokens, the tree masks hold at most {}", topk_,
+        largest_.depth, num_rows, kMaxTreeSize);
   CHECK(spec_.model.has_value(), "the drafter \"{}\" has no model, expected the draft's own layers",
         spec_.method);
   for (int id : vocab_ids_) {
@@ -15,6 +26,12 @@ BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
           "the draft vocabulary names token {}, the target's vocabulary has {}", id,
           target.vocab_size);
   }
+}
+
+DraftShape BeamDrafter::shrunk(const DraftShape& limit) const {
+  const int depth = std::min(limit.depth, largest_.depth);
+  if (depth < 1) return {};
+  return {depth, std::min({limit.tree_size, largest_.tree_size, most_nodes(depth)})};
 }
 
 StepLimits BeamDrafter::step_limits() const {
@@ -36,16 +53,16 @@ void BeamDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& 
 }
 
 void BeamDrafter::layout(Carver& carver) {
-  const int64_t b = limits_.max_seqs, k = spec_.topk, path = max_path();
-  const int64_t candidates = num_candidates(spec_.topk, spec_.depth);
+  const int64_t b = limits_.max_seqs, k = topk_, path = max_path();
+  const int64_t candidates = num_candidates(topk_, largest_.depth);
   const int64_t tokens = std::min<int64_t>(candidates, kMaxTreeSize - 1);
   const auto ints = [&](int64_t count) { return carver.take<int>(count); };
   beam_ = {.num_seqs = limits_.max_seqs,
-           .topk = spec_.topk,
-           .depth = spec_.depth,
+           .topk = topk_,
+           .depth = largest_.depth,
            .scores = carver.take<float>(b * candidates),
            .tokens = ints(b * candidates),
-           .level_candidates = ints(b * spec_.depth * k),
+           .level_candidates = ints(b * largest_.depth * k),
            .token_scores = carver.take<float>(b * k),
            .ancestor_masks = carver.take<uint64_t>(b * k),
            .token_ids = ints(b * k),

@@ -15,7 +15,17 @@ namespace cpmcu {
 
 class BeamDrafter : public Drafter {
  public:
+  // The option "topk", k, is the width of a level; a chain has 1.
   BeamDrafter(const DrafterSpec& spec, const ModelSpec& target);
+
+  DraftShape largest() const override { return largest_; }
+  bool fits(const DraftShape& shape) const override {
+    return shape.tree_size <= most_nodes(shape.depth);
+  }
+  std::vector<DraftShape> shapes() const override { return beam_shapes(largest_, topk_); }
+  DraftShape shrunk(const DraftShape& limit) const override;
+  // The accepted tokens, then the levels of the tree.
+  int lookahead(int depth) const override { return depth + 1 + topk_ * (largest_.depth - 1); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override;
   void bind(const Arena& arena) override;
@@ -51,12 +61,12 @@ class BeamDrafter : public Drafter {
   StepLimits step_limits() const;
   int max_path() const { return limits_.max_path; }
   // The most rows of one sequence in a launch of `propose`.
-  virtual int most_rows() const { return std::max(max_path(), spec_.topk); }
+  virtual int most_rows() const { return std::max(max_path(), topk_); }
 
   // ---- parts of `propose`
   // k of a step. A tree that has no more tokens than levels is a chain: the likeliest tokens.
   int width_of(const DraftShape& shape) const {
-    return shape.tree_size - 1 <= shape.depth ? 1 : spec_.topk;
+    return shape.tree_size - 1 <= shape.depth ? 1 : topk_;
   }
   DraftBeam beam_of(const DraftBatch& batch) const;
   // The draft's own step over the sequences of `batch`, without its tokens.
@@ -70,6 +80,8 @@ class BeamDrafter : public Drafter {
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
+  const int topk_;                    // k
+  const DraftShape largest_;          // D, N
   const std::vector<int> vocab_ids_;  // draft id -> target id (FR-Spec, d2t); empty: identity
   DraftLimits limits_;
   int* draft_lengths_ = nullptr;  // [slots] entries in the draft's KV cache
@@ -77,6 +89,7 @@ class BeamDrafter : public Drafter {
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
   void layout(Carver& carver);
+  int most_nodes(int depth) const { return 1 + num_candidates(topk_, depth); }
 
   ModelState* state_ = nullptr;
   MemoryPlan::Id buffer_id_ = 0, last_id_ = 0, map_id_ = 0;

@@ -2,18 +2,12 @@
 
 namespace cpmcu {
 
-void DrafterSpec::check_validity() const {
-  CHECK(depth >= 1 && depth <= kMaxDraftDepth, "the draft depth is {}, expected 1 to {}", depth,
-        kMaxDraftDepth);
-  CHECK(topk >= 1 && topk <= kMaxTopk, "the draft's top-k is {}, expected 1 to {}", topk, kMaxTopk);
-  CHECK(topk * (depth - 1) <= kMaxTreeSize,
-        "top-k {} x (depth {} - 1) is {} drafted tokens, the tree masks hold at most {}", topk,
-        depth, topk * (depth - 1), kMaxTreeSize);
-  CHECK(tree_size >= 1 && tree_size <= kMaxTreeSize, "the tree size is {}, expected 1 to {}",
-        tree_size, kMaxTreeSize);
-  CHECK(tree_size - 1 <= num_candidates(topk, depth),
-        "a tree of {} nodes needs {} candidates, top-k {} and depth {} yield {}", tree_size,
-        tree_size - 1, topk, depth, num_candidates(topk, depth));
+DraftShape Drafter::shrunk(const DraftShape& limit) const {
+  DraftShape found;
+  for (const DraftShape& shape : shapes()) {
+    if (shape.within(limit)) found = std::max(found, shape);
+  }
+  return found;
 }
 
 HiddenNeeds HiddenNeeds::with(const HiddenNeeds& other) const {
@@ -24,8 +18,17 @@ HiddenNeeds HiddenNeeds::with(const HiddenNeeds& other) const {
 }
 
 std::unique_ptr<Drafter> make_drafter(const DrafterSpec& spec, const ModelSpec& target) {
-  spec.check_validity();
-  return DrafterRegistry::instance().create("drafter", spec.method, spec, target);
+  auto drafter = DrafterRegistry::instance().create("drafter", spec.method, spec, target);
+  const DraftShape largest = drafter->largest();
+  CHECK(largest.depth >= 1 && largest.depth <= kMaxDraftDepth,
+        "the draft depth of \"{}\" is {}, expected 1 to {}", spec.method, largest.depth,
+        kMaxDraftDepth);
+  CHECK(largest.tree_size >= 1 && largest.tree_size <= kMaxTreeSize,
+        "the tree size of \"{}\" is {}, expected 1 to {}", spec.method, largest.tree_size,
+        kMaxTreeSize);
+  CHECK(drafter->fits(largest), "the drafter \"{}\" does not fit its largest shape, {} and {}",
+        spec.method, largest.depth, largest.tree_size);
+  return drafter;
 }
 
 }  // namespace cpmcu

@@ -8,7 +8,6 @@
 // drafter, two drafters can run side by side, and a step is one CUDA graph.
 #pragma once
 
-#include <compare>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -22,6 +21,7 @@
 #include "core/weights.h"
 #include "kernels/step/step.h"
 #include "kernels/tree/tree.h"
+#include "speculative/shape.h"
 #include "state/state_cache.h"
 
 namespace cpmcu {
@@ -30,22 +30,10 @@ namespace cpmcu {
 struct DrafterSpec {
   std::string method;              // a registered name
   std::string scope = "draft.";    // prefix of its tensor and buffer names
-  int depth = 2;                   // D: tokens of the longest drafted path
-  int topk = 10;                   // k: width of a level; a chain has 1
-  int tree_size = 12;              // N: tokens verified, root included
+  DraftShape shape{1, 2};          // the largest that is wanted; Drafter::largest is within it
   Params options;                  // read by this method only
   std::optional<ModelSpec> model;  // the draft's own layers
   std::vector<DrafterSpec> parts;  // of a drafter built from others
-
-  void check_validity() const;
-};
-
-// How much one step drafts, at most the sizes of the DrafterSpec. Depth 0: the step drafts nothing
-// and verifies the root alone.
-struct DraftShape {
-  int depth = 0;
-  int tree_size = 1;
-  auto operator<=>(const DraftShape&) const = default;
 };
 
 // The auxiliary hidden states that a drafter reads, for each token that the target computed.
@@ -110,10 +98,20 @@ class Drafter {
  public:
   virtual ~Drafter() = default;
   virtual HiddenNeeds needs() const { return {}; }
+
+  // ---- shapes. A step without a draft (depth 0) does not ask the drafter.
+  // The largest shape: a depth of 1 to kMaxDraftDepth, 1 to kMaxTreeSize nodes.
+  virtual DraftShape largest() const = 0;
+  // Whether it can draft this shape, which is within `largest`.
+  virtual bool fits(const DraftShape&) const { return true; }
+  // The shapes among which each step may choose, from small to large; the last one is `largest`.
+  virtual std::vector<DraftShape> shapes() const { return {largest()}; }
+  // The largest shape within `limit` that fits; of depth 0 if there is none.
+  virtual DraftShape shrunk(const DraftShape& limit) const;
+
   // The last tokens of a sequence that `propose` reads; a step accepts paths of up to `depth`.
   virtual int num_recent(int depth) const { return depth + 1; }
-  // KV entries beyond a sequence's length that it needs, if its own spec and those of its parts do
-  // not tell. `depth`: of the step.
+  // KV entries beyond a sequence's length that its own layers need. `depth`: of the step.
   virtual int lookahead(int) const { return 0; }
   // The last cached tokens of a sequence whose entries a later step may write again.
   virtual int num_rewritten() const { return 1; }
@@ -131,9 +129,22 @@ class Drafter {
   virtual const InnerCounts* inner_counts() const { return nullptr; }
 };
 
+// A drafter whose drafts have no branches. It drafts chains of every length up to `shape.depth`.
+class ChainDrafter : public Drafter {
+ public:
+  explicit ChainDrafter(const DraftShape& shape)
+      : largest_{shape.depth, std::min(shape.tree_size, shape.depth + 1)} {}
+  DraftShape largest() const override { return largest_; }
+  bool fits(const DraftShape& shape) const override { return shape.tree_size <= shape.depth + 1; }
+  std::vector<DraftShape> shapes() const override { return chain_shapes(largest_); }
+
+ private:
+  const DraftShape largest_;
+};
+
 using DrafterRegistry = Registry<Drafter, const DrafterSpec&, const ModelSpec&>;
 
-// Checks `spec` and creates its drafter. `target`: the model that verifies.
+// Creates the drafter of `spec` and checks its largest shape. `target`: the model that verifies.
 std::unique_ptr<Drafter> make_drafter(const DrafterSpec& spec, const ModelSpec& target);
 
 }  // namespace cpmcu

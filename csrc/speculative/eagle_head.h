@@ -31,6 +31,14 @@ class EagleHead : public HeadDrafter {
     bool bias = false;             // of fc
   };
 
+  // The form of an MTP module.
+  static Form mtp_form(const DrafterSpec& spec) {
+    return {.input_norms = true,
+            .first_attention = true,
+            .final_norm = true,
+            .hidden_first = spec.options.flag("hidden_first", false)};
+  }
+
   // Module i of several has the tensors "<scope>modules.<i>.*"; a single module has "<scope>*".
   EagleHead(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
             const Form& form, int num_modules = 1);
@@ -43,6 +51,7 @@ class EagleHead : public HeadDrafter {
   Tensor head(const Context& ctx, const Tensor& hidden) override {
     return head_.forward(ctx, hidden);
   }
+  int num_modules() const { return static_cast<int>(modules_.size()); }
   // `forward` of one module.
   Tensor run_module(const Context& ctx, int module, const Step& step, const HiddenRows& aux_hidden);
 

@@ -12,12 +12,12 @@ ModelDrafter::ModelDrafter(const DrafterSpec& spec, const ModelSpec& target)
   model_.emplace(model(), spec_.scope, spec_.options.integer("window", 0));
 }
 
-int ModelDrafter::most_head_rows() const { return limits_.max_seqs * spec_.topk; }
+int ModelDrafter::most_head_rows() const { return limits_.max_seqs * topk_; }
 
 void ModelDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
   BeamDrafter::plan(plan, states, limits);
   // `head` is called once for all branches.
-  const int branches = limits.max_seqs * spec_.topk, rows = most_head_rows();
+  const int branches = limits.max_seqs * topk_, rows = most_head_rows();
   model_->plan(plan, state(), step_limits(), rows,
                std::max(branches, std::min(rows, kMaxLogitRows)));
 }

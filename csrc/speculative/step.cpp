@@ -185,22 +185,37 @@ Step SpeculativeStep::verify_step(const Batch& batch) const {
 }
 
 int SpeculativeStep::lookahead() const {
-  if (!spec_) return 0;
-  const auto levels = [](const DrafterSpec& spec) { return spec.topk * (spec.depth - 1); };
-  int most = spec_->parts.empty() ? levels(*spec_) : 0;
-  for (const DrafterSpec& part : spec_->parts) most = std::max(most, levels(part));
-  return std::max({spec_->tree_size, spec_->depth + 1 + most, drafter_->lookahead(spec_->depth)});
+  if (!drafter_) return 0;
+  const auto [depth, tree_size] = largest_;
+  return std::max({tree_size, depth + 1, drafter_->lookahead(depth)});
+}
+
+std::vector<DraftShape> SpeculativeStep::shapes() const {
+  std::vector<DraftShape> shapes{{}};
+  if (drafter_) {
+    for (const DraftShape& shape : drafter_->shapes()) shapes.push_back(shape);
+  }
+  return shapes;
+}
+
+DraftShape SpeculativeStep::shrunk(const DraftShape& limit) const {
+  return drafter_ ? drafter_->shrunk(limit) : DraftShape{};
 }
 
 void SpeculativeStep::check_shape(const DraftShape& shape) const {
-  CHECK(shape.depth >= 0 && shape.depth <= largest_.depth && shape.tree_size >= 1 &&
-            shape.tree_size <= largest_.tree_size,
+  CHECK(shape.depth >= 0 && shape.tree_size >= 1 && shape.within(largest_),
         "a decode step of depth {} and {} nodes, expected a depth of 0 to {} and 1 to {} nodes",
         shape.depth, shape.tree_size, largest_.depth, largest_.tree_size);
-  const int nodes = shape.depth == 0 ? 1 : 1 + num_candidates(spec_->topk, shape.depth);
-  CHECK(shape.tree_size <= nodes,
-        "a decode step of depth {} and {} nodes, but it drafts at most {} tokens", shape.depth,
-        shape.tree_size, nodes - 1);
+  if (shape.depth == 0) {
+    CHECK(shape.tree_size == 1, "a decode step of depth 0 and {} nodes, expected 1, the root",
+          shape.tree_size);
+  } else if (!drafter_->fits(shape)) {
+    const DraftShape fits = drafter_->shrunk(shape);
+    CHECK(false,
+          "a decode step of depth {} and {} nodes, but within it the drafter \"{}\" drafts at most "
+          "depth {} and {} nodes",
+          shape.depth, shape.tree_size, method_, fits.depth, fits.tree_size);
+  }
 }
 
 }  // namespace cpmcu

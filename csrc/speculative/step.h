@@ -69,8 +69,11 @@ class SpeculativeStep {
   // KV entries beyond its length that a sequence needs during a step. In the target's cache they
   // hold the tree; in the draft's cache they hold the accepted tokens and the levels of the tree.
   int lookahead() const;
-  // Throws if the shape is larger than `largest`, or if its depth yields too few candidates for its
-  // tree size.
+  // The shapes among which each step may choose: no draft, and those of the drafter.
+  std::vector<DraftShape> shapes() const;
+  // The largest shape within `limit`.
+  DraftShape shrunk(const DraftShape& limit) const;
+  // Throws if the shape is larger than `largest`, or if the drafter cannot draft it.
   void check_shape(const DraftShape& shape) const;
   // As Drafter::num_rewritten; 0 without a drafter.
   int num_rewritten() const { return drafter_ ? drafter_->num_rewritten() : 0; }
@@ -125,7 +128,7 @@ class SpeculativeStep {
   Target target_;
   ModelState* state_ = nullptr;  // of the target
   StateCache* states_ = nullptr;
-  std::optional<DrafterSpec> spec_;
+  std::string method_;  // the drafter's name
   std::unique_ptr<Drafter> drafter_;
   HiddenNeeds needs_;
   DraftShape largest_;

@@ -5,10 +5,10 @@ namespace cpmcu {
 
 SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) : target_(target) {
   if (spec == nullptr) return;
-  spec_ = *spec;
-  drafter_ = make_drafter(*spec_, target_.spec);
+  method_ = spec->method;
+  drafter_ = make_drafter(*spec, target_.spec);
   needs_ = drafter_->needs();
-  largest_ = {spec_->depth, spec_->tree_size};
+  largest_ = drafter_->largest();
   max_path_ = drafter_->num_recent(largest_.depth);
 }
 

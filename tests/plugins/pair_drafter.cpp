@@ -15,6 +15,15 @@ class PairDrafter : public Drafter {
     for (const DrafterSpec& part : spec_.parts) parts_.push_back(make_drafter(part, target));
   }
 
+  DraftShape largest() const override { return spec_.shape; }
+  std::vector<DraftShape> shapes() const override {
+    const int width = static_cast<int>(parts_.size());
+    return smaller_shapes(largest(), [=](int depth) { return 1 + width * depth; });
+  }
+  int lookahead(int depth) const override {
+    return std::max(parts_[0]->lookahead(depth), parts_[1]->lookahead(depth));
+  }
+
   HiddenNeeds needs() const override { return parts_[0]->needs().with(parts_[1]->needs()); }
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     for (const auto& part : parts_) part->plan(plan, states, limits);
@@ -42,9 +51,9 @@ class PairDrafter : public Drafter {
     std::fill_n(tokens_, batch.num_seqs * num_tokens, -1);
     std::fill_n(parents_, batch.num_seqs * num_tokens, 0);
     DraftBatch half = batch;
-    half.shape.tree_size = 1 + std::max(1, num_tokens / 2);
     int used = 0;
     for (const auto& part : parts_) {
+      half.shape = part->shrunk({batch.shape.depth, 1 + std::max(1, num_tokens / 2)});
       const Draft draft = part->propose(ctx, half);
       const int count = std::min(draft.num_tokens, num_tokens - used);
       for (int seq = 0; seq < batch.num_seqs; ++seq) {

@@ -6,12 +6,12 @@ namespace {
 
 using namespace cpmcu;
 
-class RepeatDrafter : public Drafter {
+class RepeatDrafter : public ChainDrafter {
  public:
-  RepeatDrafter(const DrafterSpec& spec, const ModelSpec&) : spec_(spec) {}
+  RepeatDrafter(const DrafterSpec& spec, const ModelSpec&) : ChainDrafter(spec.shape) {}
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
-    chain_id_ = plan.add("repeat.chain", "state", int64_t{4} * limits.max_seqs * spec_.depth);
+    chain_id_ = plan.add("repeat.chain", "state", int64_t{4} * limits.max_seqs * largest().depth);
   }
   void bind(const Arena& arena) override { chain_ = arena.array<int>(chain_id_); }
 
@@ -26,7 +26,6 @@ class RepeatDrafter : public Drafter {
   }
 
  private:
-  const DrafterSpec spec_;
   MemoryPlan::Id chain_id_ = 0;
   int* chain_ = nullptr;  // [B, M]
 };

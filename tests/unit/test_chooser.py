@@ -27,7 +27,6 @@ from worlds import (
 )
 
 from cpmcu.engine.chooser import ShapeChooser
-from cpmcu.engine.shapes import shapes_of
 
 SMALL, MIDDLE, SLIM, WHOLE = SHAPES[1:]
 ALLOWED = 1.05  # seconds over plain decoding's
@@ -37,6 +36,12 @@ NOISY_CPU = dataclasses.replace(CPU, jitter=0.2, spikes=0.2)
 GPU = World(gpu(0.1, 0.01), constant(0.8))
 FLAT_GPU = dataclasses.replace(GPU, seconds=gpu())
 WORLDS = {"cpu": CPU, "noisy cpu": NOISY_CPU, "gpu": GPU, "flat gpu": FLAT_GPU}
+
+
+def shapes_of(depth: int, topk: int, tree_size: int) -> list[Shape]:
+    from cpmcu import C
+
+    return [PLAIN, *C.beam_shapes(depth=depth, topk=topk, tree_size=tree_size)]
 
 
 def chooser() -> ShapeChooser:

@@ -153,7 +153,7 @@ def test_model_and_ngram_specs(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert spec.method == "model" and spec.window == 0
     assert spec.model.residual_scale == 1.4
     spec = spec_of(opened(target, None, method="ngram", spec_num_iter=6, prompt_lookup_max=3))
-    assert (spec.depth, spec.topk, spec.tree_size) == (6, 1, 7)
+    assert (spec.depth, spec.tree_size) == (6, 7)
     assert (spec.min_ngram, spec.max_ngram) == (1, 3)
     assert not hasattr(spec, "model")
     named = opened(target, tmp_path / "d", method="draft_model")

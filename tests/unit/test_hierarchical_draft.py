@@ -28,9 +28,10 @@ def test_spec(target: TinyCheckpoint, model: TinyCheckpoint, tmp_path: Path) -> 
     loaded = opened(target, model.directory, **hierarchical(head))
     spec = spec_of(loaded)
     assert (spec.method, spec.scope) == ("hierarchical", "draft.")
-    assert (spec.depth, spec.topk, spec.tree_size, spec.tokens_per_step) == (7, 1, 8, 2)
+    assert (spec.depth, spec.tree_size, spec.tokens_per_step) == (7, 8, 2)
     (part,) = spec.parts
-    assert (part.method, part.scope, part.depth, part.topk) == ("eagle", "draft.head.", 3, 4)
+    assert (part.method, part.scope, part.depth) == ("eagle", "draft.head.", 3)
+    assert part.options["topk"] == 4
     assert part.model.num_hidden_layers == 1
     assert loaded.head is not None and loaded.with_files == [loaded, loaded.head]
     names = {name.replace("draft.", "draft.head.") for name in engine_names(loaded.head)}

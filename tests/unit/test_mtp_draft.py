@@ -72,17 +72,17 @@ def test_spec_of_a_chain(hybrid: TinyCheckpoint, method: str) -> None:
     loaded = open_draft(speculation, hybrid.directory, target)
     assert loaded is not None
     spec = spec_of(loaded)
-    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("mtp", 3, 1, 4)
-    assert spec.options == {}
+    assert (spec.method, spec.depth, spec.tree_size) == ("mtp", 3, 4)
+    assert spec.options == {"topk": 1}
     filled = dataclasses.replace(speculation, fill="ngram", num_model_steps=2)
     loaded = open_draft(filled, hybrid.directory, target)
     assert loaded is not None and engine_names(loaded) == NAMES
     spec = spec_of(loaded)
-    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("fill", 3, 1, 4)
+    assert (spec.method, spec.depth, spec.tree_size) == ("fill", 3, 4)
     assert spec.options == {"min_ngram": 1, "max_ngram": 16}
     (spec,) = spec.parts
-    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("mtp", 2, 1, 3)
-    assert spec.options == {}
+    assert (spec.method, spec.depth, spec.tree_size) == ("mtp", 2, 3)
+    assert spec.options == {"topk": 1}
     model, fields = spec.model, hybrid.fields()
     assert model.layers == [[("attention", {"output_gate": True}), ("mlp", {})]]
     assert model.num_hidden_layers == 1 and model.qk_norm and model.zero_centred_norms

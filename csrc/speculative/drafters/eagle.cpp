@@ -20,8 +20,8 @@ class EagleDrafter : public EagleHead {
                   {.input_norms = spec.options.flag("input_norms", false),
                    .first_attention = spec.options.flag("attention_norm", false),
                    .bias = spec.options.flag("fc_bias", false)}) {
-    spec_.options.check_known("an EAGLE head", {"window", "vocab_ids", "own_head", "input_norms",
-                                                "attention_norm", "fc_bias"});
+    spec_.options.check_known("an EAGLE head", {"window", "topk", "vocab_ids", "own_head",
+                                                "input_norms", "attention_norm", "fc_bias"});
   }
 };
 

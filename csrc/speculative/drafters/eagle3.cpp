@@ -26,8 +26,8 @@ class Eagle3Drafter : public HeadDrafter {
         hidden_norm_(add_norm(spec_.scope + "midlayer.hidden_norm")),
         mlp_norm_(add_norm(spec_.scope + "midlayer.post_attention_layernorm")),
         final_norm_(add_norm(spec_.scope + "norm")) {
-    spec_.options.check_known("an EAGLE-3 head",
-                              {"window", "vocab_ids", "own_head", "target_layers", "norm_output"});
+    spec_.options.check_known("an EAGLE-3 head", {"window", "topk", "vocab_ids", "own_head",
+                                                  "target_layers", "norm_output"});
     CHECK(!target_layers_.empty(),
           "the EAGLE-3 head has no target_layers, expected at least one layer");
     for (int layer : target_layers_) {
@@ -43,7 +43,7 @@ class Eagle3Drafter : public HeadDrafter {
     HeadDrafter::plan(plan, states, limits);
     const int64_t element = size_of(model().dtype);
     num_gathered_ = max_tokens();
-    num_recycled_ = int64_t{limits.max_seqs} * spec_.topk;
+    num_recycled_ = int64_t{limits.max_seqs} * topk_;
     gathered_id_ = plan.add_scratch(
         spec_.scope + "gathered", num_gathered_ * num_inputs(spec_, target_) * element, 0, kSample);
     alternate_id_ = plan.add_scratch(spec_.scope + "alternate_hidden",

@@ -20,15 +20,24 @@ class FillDrafter : public Drafter {
           spec.parts.size());
     CHECK(min_ngram_ >= 1 && min_ngram_ <= max_ngram_ && max_ngram_ <= kMaxNgram,
           "n-grams have {} to {} tokens, expected 1 to {}", min_ngram_, max_ngram_, kMaxNgram);
-    CHECK(spec.parts[0].depth <= spec.depth, "a draft of depth {} is filled up to depth {}",
-          spec.parts[0].depth, spec.depth);
     part_ = make_drafter(spec.parts[0], target);
+    CHECK(part_->largest().depth <= spec.shape.depth,
+          "a draft of depth {} is filled up to depth {}", part_->largest().depth, spec.shape.depth);
+  }
+
+  DraftShape largest() const override { return spec_.shape; }
+  bool fits(const DraftShape& shape) const override { return part_->shrunk(shape).depth > 0; }
+  // The part's draft, or a path that takes its place.
+  std::vector<DraftShape> shapes() const override {
+    return smaller_shapes(spec_.shape, [this](int depth) {
+      return std::max(part_->shrunk({depth, spec_.shape.tree_size}).tree_size, depth + 1);
+    });
   }
 
   HiddenNeeds needs() const override { return part_->needs(); }
   // A path of the context may be accepted instead of the part's.
   int num_recent(int depth) const override {
-    return part_->num_recent(std::max(depth, spec_.parts[0].depth + 1));
+    return part_->num_recent(std::max(depth, part_->largest().depth + 1));
   }
   int lookahead(int depth) const override { return part_->lookahead(depth); }
   int num_rewritten() const override { return part_->num_rewritten(); }
@@ -66,7 +75,7 @@ class FillDrafter : public Drafter {
                        .paths = paths_,
                        .rates = rates_});
     DraftBatch part = batch;
-    part.shape = part_shape(batch.shape);
+    part.shape = part_->shrunk(batch.shape);
     const Draft draft = part_->propose(ctx, part);
     if (batch.num_tokens() == 0) return draft;
     Draft filled = filled_;
@@ -85,16 +94,8 @@ class FillDrafter : public Drafter {
   }
 
  private:
-  // The shape of the other drafter's draft in a step of this shape.
-  DraftShape part_shape(const DraftShape& shape) const {
-    const DrafterSpec& part = spec_.parts[0];
-    const int depth = std::min(shape.depth, part.depth);
-    const int candidates = num_candidates(part.topk, depth);
-    return {depth, 1 + std::min(shape.tree_size - 1, candidates)};
-  }
-
   void layout(Carver& carver) {
-    const int64_t tokens = int64_t{limits_.max_seqs} * (spec_.tree_size - 1);
+    const int64_t tokens = int64_t{limits_.max_seqs} * (spec_.shape.tree_size - 1);
     filled_ = {.tokens = carver.take<int>(tokens),
                .parents = carver.take<int>(tokens),
                .scores = carver.take<float>(tokens)};

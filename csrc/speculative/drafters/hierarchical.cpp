@@ -23,8 +23,6 @@ namespace {
 const DrafterSpec& head_of(const DrafterSpec& spec) {
   CHECK(spec.parts.size() == 1, "the drafter \"hierarchical\" has {} parts, expected 1, a head",
         spec.parts.size());
-  CHECK(spec.topk == 1, "the drafter \"hierarchical\" has a top-k of {}, expected 1: a chain",
-        spec.topk);
   return spec.parts[0];
 }
 
@@ -32,10 +30,10 @@ class HierarchicalDrafter : public ModelDrafter {
  public:
   HierarchicalDrafter(const DrafterSpec& spec, const ModelSpec& target)
       : ModelDrafter(spec, target),
-        head_(head_of(spec_)),
         tokens_per_step_(spec_.options.integer("tokens_per_step", 2)),
-        inner_({model(), language_model(), sampler_}, &head_) {
-    spec_.options.check_known("a hierarchical draft", {"window", "tokens_per_step"});
+        inner_({model(), language_model(), sampler_}, &head_of(spec_)) {
+    spec_.options.check_known("a hierarchical draft", {"window", "topk", "tokens_per_step"});
+    CHECK(topk_ == 1, "the drafter \"hierarchical\" has a top-k of {}, expected 1: a chain", topk_);
     CHECK(tokens_per_step_ >= 1, "an inner step is to draft {} tokens, expected at least 1",
           tokens_per_step_);
     language_model().keep_aux_hidden(inner_.needs().layers);
@@ -118,15 +116,15 @@ class HierarchicalDrafter : public ModelDrafter {
   const InnerCounts* inner_counts() const override { return counts_; }
 
  protected:
-  int most_rows() const override { return std::max(max_path(), head_.tree_size); }
-  int most_head_rows() const override { return limits_.max_seqs * head_.tree_size; }
+  int most_rows() const override { return std::max(max_path(), inner_.largest().tree_size); }
+  int most_head_rows() const override { return limits_.max_seqs * inner_.largest().tree_size; }
 
  private:
   void layout(Carver& carver) {
     const int64_t rows = int64_t{limits_.max_seqs} * max_path();
     rows_ = carver.take<int>(rows);
     slot_rows_ = carver.take<int>(rows);
-    chain_ = carver.take<int>(int64_t{limits_.max_seqs} * spec_.depth);
+    chain_ = carver.take<int>(int64_t{limits_.max_seqs} * largest_.depth);
     counts_ = carver.take<InnerCounts>(limits_.max_seqs);
   }
 
@@ -157,12 +155,9 @@ class HierarchicalDrafter : public ModelDrafter {
 
   // The shape of an inner step that may draft up to `most` tokens.
   DraftShape inner_shape(int most) const {
-    const int depth = std::min(head_.depth, most - 1);
-    if (depth == 0) return {};
-    return {depth, std::min(head_.tree_size, 1 + num_candidates(head_.topk, depth))};
+    return inner_.shrunk({most - 1, inner_.largest().tree_size});
   }
 
-  const DrafterSpec& head_;
   const int tokens_per_step_;  // that an inner step is expected to draft
   Sampler sampler_;
   SpeculativeStep inner_;

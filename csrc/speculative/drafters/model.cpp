@@ -8,7 +8,7 @@ namespace {
 class LanguageModel : public ModelDrafter {
  public:
   LanguageModel(const DrafterSpec& spec, const ModelSpec& target) : ModelDrafter(spec, target) {
-    spec_.options.check_known("a draft model", {"window"});
+    spec_.options.check_known("a draft model", {"window", "topk"});
   }
 };
 

@@ -7,10 +7,10 @@
 namespace cpmcu {
 namespace {
 
-class NgramDrafter : public Drafter {
+class NgramDrafter : public ChainDrafter {
  public:
   NgramDrafter(const DrafterSpec& spec, const ModelSpec&)
-      : depth_(spec.depth),
+      : ChainDrafter(spec.shape),
         min_ngram_(spec.options.integer("min_ngram", 1)),
         max_ngram_(spec.options.integer("max_ngram", 4)),
         scope_(spec.scope) {
@@ -20,12 +20,12 @@ class NgramDrafter : public Drafter {
   }
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
-    chain_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * depth_);
+    chain_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * largest().depth);
   }
   void bind(const Arena& arena) override { chain_ = arena.array<int>(chain_id_); }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
-    const int num_tokens = std::min(batch.num_tokens(), depth_);
+    const int num_tokens = batch.num_tokens();
     ngram_lookup(ctx, {.seq_slots = batch.seq_slots,
                        .num_seqs = batch.num_seqs,
                        .history = batch.slots.history,
@@ -41,7 +41,7 @@ class NgramDrafter : public Drafter {
   }
 
  private:
-  const int depth_, min_ngram_, max_ngram_;
+  const int min_ngram_, max_ngram_;
   const std::string scope_;
   MemoryPlan::Id chain_id_ = 0;
   int* chain_ = nullptr;  // [B, M]
