@@ -12,6 +12,7 @@ t + 1, which reads the head's own output of row t in place of a hidden state.
              x = h + attention([norm(e) | norm(h)])     fc is not applied to a recycled h
              x = x + mlp(norm(x))
              logits = lm_head(norm(x))              recycled: x
+                                                    without an lm_head: the target's rows
 
 e is the target's embedding times its scale_emb. For a MiniCPM target s = scale_depth / sqrt(L + 1)
 with L the layers of the target, and the target's head scales its input by dim_model_base / H as
@@ -241,8 +242,13 @@ class MidLayer(GraniteDecoderLayer):
 class Eagle3(Head):
     kind = "eagle3"
 
-    def __init__(self, target: Config, draft_tokens: Iterable[int], **shape: int) -> None:
-        """`draft_tokens`: the target's token ids in the draft vocabulary, ascending."""
+    def __init__(
+        self, target: Config, draft_tokens: Iterable[int], own_head: bool = True, **shape: int
+    ) -> None:
+        """`draft_tokens`: the target's token ids in the draft vocabulary, ascending.
+
+        Without `own_head` the logits come from the target's rows of these tokens.
+        """
         super().__init__(target, **shape)
         size = self.config.hidden_size
         ids = torch.as_tensor(list(draft_tokens), dtype=torch.int64)
@@ -252,7 +258,7 @@ class Eagle3(Head):
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = MidLayer(self.config)
         self.norm = GraniteRMSNorm(size, self.config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, len(ids), bias=False)
+        self.lm_head = nn.Linear(size, len(ids), bias=False) if own_head else None
         self.d2t: Tensor
         self.t2d: Tensor
         self.register_buffer("d2t", ids - torch.arange(len(ids)))
@@ -282,7 +288,11 @@ class Eagle3(Head):
         return x + layer.mlp(layer.post_attention_layernorm(x)), past
 
     def logits(self, x: Tensor, target: Target) -> Tensor:
-        return self.lm_head(self.norm(x))
+        x = self.norm(x)
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        rows = target.model.lm_head.weight[self.draft_tokens]
+        return F.linear(x, rows.to(x.dtype)) * target.head_scale
 
     def to_target(self, index: Tensor) -> Tensor:
         return index + self.d2t[index]
@@ -292,10 +302,12 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def copy_head(self, target: Target) -> None:
-        """Copies the target's head and final norm as initial weights."""
+        """Copies the target's final norm, and its head for an own one, as initial weights."""
+        self.norm.weight.copy_(target.model.model.norm.weight)
+        if self.lm_head is None:
+            return
         rows = target.model.lm_head.weight[self.draft_tokens.to(target.device)]
         self.lm_head.weight.copy_(rows.float() * target.head_scale)
-        self.norm.weight.copy_(target.model.model.norm.weight)
 
     def architecture(self) -> dict[str, Any]:
         scale = float(self.target.get("scale_emb", 1.0))

@@ -21,7 +21,7 @@ def write_head(
 ) -> None:
     """Writes config.json, model.safetensors (bf16), the card, and token_counts.npy if given.
 
-    The target's embedding (and for eagle2 its output head) is not stored.
+    The target's embedding, and an output head that the head shares with it, are not stored.
     """
     state = {}
     for name, value in head.state_dict().items():
@@ -57,7 +57,8 @@ def load_head(directory: Path | str, target: Target) -> Head | None:
         head = Mtp(target, modules, config.get("chain_mtp_hidden", False), **shape)
     elif "d2t" in state:
         offsets = state["d2t"]
-        head = Eagle3(target.source, (offsets + torch.arange(len(offsets))).tolist(), **shape)
+        tokens = (offsets + torch.arange(len(offsets))).tolist()
+        head = Eagle3(target.source, tokens, "lm_head.weight" in state, **shape)
         head.aux_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
     else:
         head = Eagle2(target.source, **shape)

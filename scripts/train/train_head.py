@@ -109,9 +109,10 @@ def build_head(
     seed: int,
     modules: int = 1,
     chained: bool = False,
+    own_head: bool = True,
     **shape: int,
 ) -> Head:
-    """Creates a head for training. `modules`, `chained`: of an mtp head."""
+    """Creates a head for training. `modules`, `chained`: of mtp. `own_head`: of eagle3."""
     if kind == "mtp":
         mtp = Mtp(target, modules, chained, **shape)
         mtp.initialise(seed)
@@ -122,7 +123,7 @@ def build_head(
         head.initialise(seed)
         return head
     tokens = draft_vocabulary(counts, min(draft_vocab_size, target.vocab_size))
-    third = Eagle3(target.source, tokens, **shape)
+    third = Eagle3(target.source, tokens, own_head, **shape)
     third.initialise(seed)
     third.copy_head(target)
     return third
@@ -150,9 +151,10 @@ def card(
         detail = _describe_modules(head)
     elif isinstance(head, Eagle3):
         layers = ", ".join(map(str, head.aux_layers))
+        whose = "the target's" if head.lm_head is None else "its own"
         detail = (
             f"It reads the residual stream entering layers {layers} (counted from 0) of the\n"
-            f"target and has a draft vocabulary of {len(head.d2t)} tokens."
+            f"target and has a draft vocabulary of {len(head.d2t)} tokens with {whose} output head."
         )
     else:
         detail = (
@@ -222,6 +224,9 @@ def parse_arguments() -> argparse.Namespace:
         shape.add_argument(f"--{name.replace('_', '-')}", type=int)
     shape.add_argument("--draft-vocab-size", type=int, default=32000, help="eagle3")
     shape.add_argument(
+        "--share-head", action="store_true", help="eagle3: use the target's output head"
+    )
+    shape.add_argument(
         "--modules", type=int, default=1, help="mtp: each drafts one token; a single one, all"
     )
     shape.add_argument(
@@ -259,7 +264,6 @@ def main() -> None:
     train_documents, held_out = corpus_from_arguments(args)
     stream = training_stream(tokenizer, train_documents, config.seed, form=form)
     validation = plain_stream(tokenizer, held_out, form) if held_out else None
-    counts = np.bincount(stream.ids, minlength=target.vocab_size)
     print(
         f"{len(train_documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True
     )
@@ -268,6 +272,7 @@ def main() -> None:
         starts = np.arange(len(rows), dtype=np.int64) * rows.shape[1]
         stream = stream + TokenStream(rows.reshape(-1).astype(np.uint32), starts)
         print(f"{rows.size / 1e6:.2f} M tokens that the target wrote", flush=True)
+    counts = np.bincount(stream.ids, minlength=target.vocab_size)
 
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {name: getattr(args, name) for name in names if getattr(args, name)}
@@ -280,6 +285,7 @@ def main() -> None:
             config.seed,
             args.modules,
             args.chained,
+            not args.share_head,
             **shape,
         )
     except ValueError as error:

@@ -135,6 +135,26 @@ def test_unrolled_training_pass_equals_chains_one_by_one(
             np.testing.assert_allclose(logits, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["minicpm", "qwen3"])
+def test_a_head_without_an_output_head_uses_the_rows_of_the_target(
+    recipe: SimpleNamespace, tmp_path: Path, family: str
+) -> None:
+    import torch
+
+    _, target = tiny_target(recipe, tmp_path / "target", family)
+    counts = np.random.default_rng(1).integers(0, 1000, VOCAB)
+    build = recipe.train_head.build_head
+    shared = build("eagle3", target, counts, DRAFT_VOCAB, seed=0, own_head=False)
+    own = build("eagle3", target, counts, DRAFT_VOCAB, seed=0)  # starts with those rows
+    x = torch.randn(1, 5, HIDDEN)
+    torch.testing.assert_close(shared.logits(x, target), own.logits(x, target))
+    recipe.head_files.write_head(shared, tmp_path / "draft", "# card\n", {}, None)
+    loaded = recipe.head_files.load_head(tmp_path / "draft", target)
+    assert not [name for name in loaded.state_dict() if "lm_head" in name]
+    rounded = shared.to(torch.bfloat16).float()
+    torch.testing.assert_close(loaded.logits(x, target), rounded.logits(x, target))
+
+
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_a_few_steps_lower_the_loss_and_files_are_as_specified(
     recipe: SimpleNamespace, tmp_path: Path, family: str, kind: str
