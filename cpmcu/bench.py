@@ -35,7 +35,8 @@ from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.drafters import drafters_table, run_drafters
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
-from cpmcu.config import CHAIN_DEPTH, CHOSEN_SHAPE, EngineConfig, SpeculativeConfig, option
+from cpmcu.config import EngineConfig, SpeculativeConfig, option
+from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE, TreeOptions
 from cpmcu.engine_flags import (
     MODEL_WORD,
     add_engine_flags,
@@ -177,7 +178,7 @@ def run_plain(
     )
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
-    depth = config.speculation.spec_num_iter or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
+    depth = config.speculation.of(TreeOptions).spec_num_iter or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
     most_tokens = depth + 1 if has_draft(config) else 1  # per step
     for context in options.lengths:
         fitting_steps(loaded.engine, context, options.decode, most_tokens)

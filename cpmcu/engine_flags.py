@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpmcu.checks import shown
-from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.config import (
+    EngineConfig,
+    SpeculativeConfig,
+    speculation_fields,
+    speculation_flags,
+)
 from cpmcu.flags import FlagParser, add_flags, from_flags, parse_bool
 from cpmcu.sparse_options import SparseOptions
 
@@ -43,7 +48,7 @@ def add_engine_flags(
     """Adds the flags of EngineConfig and SpeculativeConfig. `defaults`: see `add_flags`."""
     add_flags(parser, EngineConfig, title, defaults)
     parser.hide(*(field.name for field in dataclasses.fields(SparseOptions)))  # for one family
-    add_flags(parser, SpeculativeConfig, "speculative decoding")
+    add_flags(parser, speculation_flags(), "speculative decoding")
     parser.add_argument(  # vLLM's spelling of --prefix-cache no
         "--no-enable-prefix-caching",
         dest="prefix_cache",
@@ -90,8 +95,8 @@ def without_hits(config: EngineConfig, parsed: argparse.Namespace) -> EngineConf
 
 def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:
     """Merges --speculative-config with the flags of its fields. Raises ValueError on conflict."""
+    found = {name: getattr(parsed, name, None) for name in speculation_fields()}
+    given = {name: value for name, value in found.items() if value is not None}
     if parsed.speculative_config is None:
-        return from_flags(SpeculativeConfig, parsed)
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+        return SpeculativeConfig(**given)
     return SpeculativeConfig.from_json(parsed.speculative_config, **given)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
-from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.config import EngineConfig, SpeculativeConfig, speculation_fields
 from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
@@ -47,7 +47,8 @@ Prompt = str | list[int]
 def _field_of(name: str, given: Mapping[str, Any]) -> str:
     """The field that an argument sets: its own name, or that of one of its flags."""
     flag = "--" + name.replace("_", "-")
-    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(SpeculativeConfig)):
+    of_draft = (field for field, _ in speculation_fields().values())
+    for field in (*dataclasses.fields(EngineConfig), *of_draft):
         if field.name in (name, "model"):  # the model is an argument of its own
             continue
         if flag in (field.metadata.get("flags") or ()):
@@ -64,8 +65,7 @@ def _config_of(model: str | None, options: dict[str, Any]) -> EngineConfig:
     """
     options = {_field_of(name, options): value for name, value in options.items()}
     draft = options.pop("speculative_config", None)
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    given = {name: options.pop(name) for name in names if name in options}
+    given = {name: options.pop(name) for name in speculation_fields() if name in options}
     if isinstance(draft, Mapping):
         draft = SpeculativeConfig.from_mapping(draft)
     if given and draft is not None:

@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-# Key -> field of SpeculativeConfig
-_KEYS = {
-    "method": "method",
-    "model": "draft_model_path",
-    "draft_model": "head_model_path",
-    "num_speculative_tokens": "spec_num_iter",
-    "prompt_lookup_max": "prompt_lookup_max",
-    "prompt_lookup_min": "prompt_lookup_min",
-    "max_ngram_size": "prompt_lookup_max",
-    "min_ngram_size": "prompt_lookup_min",
-}
-_STRATEGIES: dict[str, str | None] = {"default": None, "with_ngram": "ngram"}  # -> fill
+from cpmcu.drafters.options import registered_options
+
+Fields = Mapping[str, tuple[dataclasses.Field[Any], Any]]  # name -> (field, type)
 
 
-def read_keys(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that `values` sets. `hints`: the types of all fields.
+def read_keys(values: Mapping[str, Any], known: Fields) -> dict[str, Any]:
+    """The fields that `values` sets. `known`: all fields; their metadata names further keys.
 
+    `options` may be a mapping of some fields, as in `dataclasses.asdict` of SpeculativeConfig.
     Raises ValueError for other keys, for a value of another type, and for a field given twice.
     """
-    known = (*_KEYS, "mtp_strategy")
-    unknown = [key for key in values if key not in known and key not in hints]
+    options = values.get("options", {})
+    if not isinstance(options, Mapping):
+        raise ValueError(f"speculative_config: options is {options!r}, expected an object")
+    values = {**{key: value for key, value in values.items() if key != "options"}, **options}
+    aliases = {
+        key: (name, meant)
+        for name, (field, _) in known.items()
+        for key, meant in (field.metadata.get("keys") or {}).items()
+    }
+    unknown = [key for key in values if key not in aliases and key not in known]
     if unknown:
         raise ValueError(
-            f"speculative_config has {', '.join(map(repr, unknown))}, expected only "
-            f"{', '.join(known)} or fields of SpeculativeConfig"
+            f"speculative_config has {', '.join(map(repr, unknown))}, expected only method, "
+            f"{', '.join(aliases)} or fields of SpeculativeConfig"
         )
     fields: dict[str, Any] = {}
     for key, value in values.items():
-        name = "fill" if key == "mtp_strategy" else _KEYS.get(key, key)
+        name, meant = aliases.get(key, (key, None))
         if name in fields:
             raise ValueError(f"speculative_config also sets {name} by {key}: give it once")
-        fields[name] = _fill_of(value) if key == "mtp_strategy" else value
-        _check_type(key, fields[name], hints[name])
-    tokens = values.get("num_speculative_tokens")
-    if tokens is not None:  # drafts have no branches there
-        fields.setdefault("spec_topk_per_iter", 1)
-        if fields["spec_topk_per_iter"] == 1:
-            fields.setdefault("spec_tree_size", tokens + 1)
+        fields[name] = value if meant is None else _meaning(key, value, meant)
+        _check_type(key, fields[name], known[name][1])
+    for kind in registered_options().values():
+        kind.complete(values, fields)
     return fields
 
 
-def _fill_of(strategy: Any) -> str | None:
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
+def _meaning(key: str, value: Any, meant: Mapping[str, Any]) -> Any:
+    if not isinstance(value, str) or value not in meant:
         raise ValueError(
-            f"speculative_config: mtp_strategy is {strategy!r}, expected one of: "
-            f"{', '.join(_STRATEGIES)}"
+            f"speculative_config: {key} is {value!r}, expected one of: {', '.join(meant)}"
         )
-    return _STRATEGIES[strategy]
+    return meant[value]
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:

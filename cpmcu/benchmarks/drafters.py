@@ -134,8 +134,8 @@ def available(config: EngineConfig) -> dict[str, Mapping[str, Any]]:
 
     Raises ValueError if the configuration names a draft.
     """
+    from cpmcu.drafters.finding import drafts_by_default
     from cpmcu.drafters.registry import registered_drafters
-    from cpmcu.loading.draft import drafts_by_default
     from cpmcu.loading.hub import resolve_model
 
     if config.speculation != SpeculativeConfig():

@@ -94,10 +94,10 @@ def has_draft(config: EngineConfig) -> bool:
     if speculation.no_speculation:
         return False
     named = speculation.draft_model_path is not None or speculation.method != "auto"
-    if named or speculation.use_eagle3:
+    if named or any(speculation.drafters_by_option().values()):
         return True
     target = shipped_model() if config.model is None else resolve_model(config.model)
-    from cpmcu.loading.draft import drafts_by_default  # imports numpy: not for --help
+    from cpmcu.drafters.finding import drafts_by_default  # imports numpy: not for --help
 
     return drafts_by_default(target)
 
@@ -117,8 +117,7 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
             draft = llm.draft_spec
         assert draft is not None  # has_draft
         # The timed steps all have the largest shape.
-        whole = dataclasses.replace(
-            whole,
+        whole = whole.but(
             spec_auto=False,
             spec_num_iter=draft.depth,
             spec_topk_per_iter=_width(draft),
@@ -130,10 +129,11 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
         depth = llm.draft_spec.depth
         counters = llm.call_engine(lambda engine: engine.counters)
     given = dataclasses.asdict(whole)
+    given |= given.pop("options")
     usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))
     return {
         "depth": depth,
-        "options": {name: value for name, value in given.items() if value != usual[name]},
+        "options": {name: value for name, value in given.items() if value != usual.get(name)},
         "rows": [dataclasses.asdict(row) for row in fixed],
         "chosen": [dataclasses.asdict(row) for row in chosen],
         "counters": counters,

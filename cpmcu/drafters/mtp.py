@@ -26,6 +26,7 @@ from cpmcu.drafters.mtp_layouts import (
     is_chained,
     unread,
 )
+from cpmcu.drafters.options.mtp import MtpOptions
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.loading.progress import list_names
 from cpmcu.models.common import SpecFields
@@ -109,7 +110,7 @@ def _plan_modules(
     """The plan of modules with other names than Qwen's."""
     check_vocabulary(draft, target)
     num_modules = count_modules(draft, layout)
-    if speculation.enable_multi_layers_mtp is False:
+    if speculation.of(MtpOptions).enable_multi_layers_mtp is False:
         num_modules = 1
     several = num_modules > 1
     tensors = {n: meta for n, meta in draft.tensors.items() if layout.split(n) is not None}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.options.ngram import NgramOptions
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 
 
@@ -21,5 +22,5 @@ class Ngram:
     def plan(
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
-        shortest, longest = speculation.ngram_range
+        shortest, longest = speculation.of(NgramOptions).ngram_range
         return DraftPlan(chain=True, options={"min_ngram": shortest, "max_ngram": longest})

@@ -18,18 +18,14 @@ from typing import Any, Protocol
 import cpmcu.drafters
 from cpmcu.checks import shown
 from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.options import name_of
+from cpmcu.drafters.options.trees import TreeShape
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import NameMap, Piece
 from cpmcu.quant.registry import DENSE, QuantPlan
 
 Tensors = Mapping[str, TensorMeta]
-
-# vLLM's name -> registered name
-_ALIASES = {
-    "draft_model": "model",
-    **dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "mimo_mtp"), "mtp"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +35,7 @@ class DraftFiles:
     directory: Path
     config: Mapping[str, Any]  # config.json
     checkpoint: Checkpoint
+    is_default: bool = False  # the shipped draft of a shipped target, which nobody named
 
     @property
     def tensors(self) -> dict[str, TensorMeta]:
@@ -72,15 +69,16 @@ class DraftPlan:
     quantises_head: bool = False  # draft_head_quant auto is w4, even if the draft is dense
     window: int | None = 0  # default of spec_window_size; None: the draft has no window
     chain: bool = False  # drafts have no branches
-    has_head: bool = False  # a language model that an EAGLE head of its own drafts
+    shape: TreeShape | None = None  # the largest; None: as the options of trees or chains say
     drafter: str | None = None  # the C++ drafter's name, if not that of this kind
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
-    # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
-    # the part with weights.
-    parts: tuple[tuple[str, DraftPlan], ...] = ()
-    depth: int | None = None  # of a part: tokens of its longest path; None: as the whole draft
+    parts: tuple[tuple[str, DraftPlan], ...] = ()  # of a combined drafter: (registered name, plan)
     longest: int | None = None  # most tokens of a path; None: any
     quant: QuantPlan = DENSE  # of the draft's layers
+    scope: str = "draft."  # begins the engine's names of its tensors; `names` has "draft."
+    # Set when the plan is completed (networks.py).
+    files: DraftFiles | None = None  # None: no weights
+    head_quant: str = "auto"  # effective draft_head_quant
 
 
 class Drafter(Protocol):
@@ -91,7 +89,8 @@ class Drafter(Protocol):
     have the same files.
 
     A class with `in_target = True` is a head in the target's own checkpoint. It drafts by default,
-    and `draft_model_path` may name another directory with such a head.
+    and `draft_model_path` may name another directory with such a head. `needs` says which files
+    it needs, if that is more than a draft's directory.
     """
 
     has_checkpoint: bool
@@ -108,7 +107,36 @@ class Drafter(Protocol):
         """
 
 
+class Addition(Protocol):
+    """What options add to the drafts of any drafter (fill)."""
+
+    def is_given(self, speculation: SpeculativeConfig) -> bool:
+        """Do the options ask for it?"""
+
+    def extend(
+        self,
+        method: str,
+        plan: DraftPlan,
+        files: DraftFiles | None,
+        speculation: SpeculativeConfig,
+    ) -> tuple[str, DraftPlan]:
+        """(Name of the C++ drafter, plan) for the drafter `method` with its complete plan."""
+
+
 _drafters: dict[str, tuple[Drafter, str]] = {}
+_additions: dict[str, Addition] = {}
+
+
+def register_addition(kind: type[Addition]) -> type[Addition]:
+    """Registers the decorated class, constructed without arguments."""
+    _additions[kind.__qualname__] = kind()
+    return kind
+
+
+def registered_additions() -> list[Addition]:
+    """All additions, by name."""
+    registered_drafters()
+    return [_additions[name] for name in sorted(_additions)]
 
 
 def register_drafter(name: str) -> Callable[[type[Drafter]], type[Drafter]]:
@@ -142,7 +170,7 @@ def get_drafter(method: str) -> tuple[str, Drafter]:
     Raises ValueError with the registered names if there is no such drafter.
     """
     known = registered_drafters()
-    name = _ALIASES.get(method, method)
+    name = name_of(method)
     if name not in known:
         raise ValueError(
             f"the speculative method is {method!r}, expected auto or one of: {', '.join(known)}"

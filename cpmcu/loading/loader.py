@@ -158,16 +158,22 @@ def load_model(
         with about(directory):
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
         in_target = draft and draft.files and draft.files.checkpoint is checkpoint
-        reads = draft.reads if draft and in_target else lambda name: False
-        log_unused({name: why for name, why in plan.unused.items() if not reads(name)})
+        own = draft.with_files if draft and in_target else []
+        log_unused(
+            {
+                name: why
+                for name, why in plan.unused.items()
+                if not any(part.reads(name) for part in own)
+            }
+        )
         log_conversion(plan.conversions_to(dtype), dtype, reason)
         loads = [(checkpoint, plan, directory.name)]
         for part in draft.with_files if draft else ():
             draft_plan = part.plan_load(*_expected(engine, part.owns))
-            if draft_plan is not None and part.files is not None:
+            if draft_plan is not None and part.plan.files is not None:
                 log_unused(draft_plan.unused)
                 log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
-                loads.append((part.files.checkpoint, draft_plan, part.title))
+                loads.append((part.plan.files.checkpoint, draft_plan, part.title))
         before_tensors(directory)
         for each, its_plan, title in loads:
             load_tensors(engine, each, its_plan, title, progress or LogProgress())

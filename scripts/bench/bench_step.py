@@ -25,7 +25,7 @@ import numpy as np
 from bench_attention import microseconds, normal, put, raw
 
 from cpmcu import C
-from cpmcu.config import MAX_NGRAM
+from cpmcu.drafters.options.ngram import MAX_NGRAM
 
 ops = C.ops
 PAGE = C.PAGE_SIZE

@@ -78,12 +78,13 @@ def opened(
 
 
 def engine_names(loaded: LoadedDraft) -> set[str]:
-    assert loaded.files is not None and loaded.plan.fields is not None
+    plan = loaded.with_files[0].plan
+    assert plan.files is not None and plan.fields is not None
     return {
         piece.name
-        for name in loaded.files.tensors
-        if name not in loaded.plan.ignored
-        for piece in loaded.plan.names(name, loaded.plan.fields)
+        for name in plan.files.tensors
+        if name not in plan.ignored
+        for piece in plan.names(name, plan.fields)
     }
 
 

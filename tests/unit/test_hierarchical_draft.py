@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.options.hierarchical import HierarchicalOptions
 from cpmcu.loading.tensors import TensorMeta
 from tests.reference.tiny_checkpoints import TinyCheckpoint
 from tests.reference.tiny_drafts import write_draft
@@ -33,13 +34,14 @@ def test_spec(target: TinyCheckpoint, model: TinyCheckpoint, tmp_path: Path) -> 
     assert (part.method, part.scope, part.depth) == ("eagle", "draft.head.", 3)
     assert part.options["topk"] == 4
     assert part.model.num_hidden_layers == 1
-    assert loaded.head is not None and loaded.with_files == [loaded, loaded.head]
-    names = {name.replace("draft.", "draft.head.") for name in engine_names(loaded.head)}
-    assert all(loaded.head.owns(name) and not loaded.owns(name) for name in names)
+    (own,) = loaded.parts
+    assert loaded.with_files == [loaded, own]
+    names = {name.replace("draft.", "draft.head.") for name in engine_names(own)}
+    assert all(own.owns(name) and not loaded.owns(name) for name in names)
     assert all(loaded.owns(name) for name in engine_names(loaded))
     metas = {name: TensorMeta(name, "float32", ()) for name in names}
     with pytest.raises(ValueError, match=r"draft\.head\.\S+ has shape"):
-        loaded.head.plan_load(metas, list(metas))
+        own.plan_load(metas, list(metas))
 
 
 @pytest.mark.parametrize(("passes", "tokens"), [(7, 1), (4, 2), (2, 6)])
@@ -55,15 +57,17 @@ def test_json() -> None:
     read = SpeculativeConfig.from_json(
         '{"method": "hierarchical", "model": "D", "draft_model": "H", "num_speculative_tokens": 5}'
     )
-    assert (read.draft_model_path, read.head_model_path) == ("D", "H")
-    assert read.shape(chain=True).depth == 5
+    options = read.of(HierarchicalOptions)
+    assert (read.draft_model_path, options.head_model_path) == ("D", "H")
+    assert options.chain(options.chain_depth).depth == 5
 
 
 def test_refusals(target: TinyCheckpoint, model: TinyCheckpoint, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="spec_topk_per_iter is 8, but a chain of 7 tokens has 1"):
         SpeculativeConfig(method="hierarchical", spec_topk_per_iter=8)
-    with pytest.raises(ValueError, match="head_model_path is given with method 'auto'"):
-        SpeculativeConfig(head_model_path="x")
+    message = "head_model_path is set, but method is 'eagle', expected 'hierarchical'"
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(head_model_path="x", method="eagle")
     said = refused(target, model.directory, **hierarchical(None))
     assert said.startswith(str(model.directory)) and "no head is given for the draft model" in said
     assert "is of kind model, expected one of: eagle" in refused(

@@ -52,7 +52,7 @@ def without_mtp(tiny: TinyCheckpoint, directory: Path, dropped: str = "mtp.") ->
 
 def test_the_head_drafts_by_default(hybrid: TinyCheckpoint) -> None:
     loaded = opened(hybrid, None)
-    assert (loaded.method, loaded.window, loaded.files is not None) == ("mtp", None, True)
+    assert (loaded.method, loaded.plan.window, loaded.files is not None) == ("mtp", None, True)
     assert (loaded.shape.depth, loaded.shape.topk, loaded.shape.tree_size) == (4, 8, 32)
     assert engine_names(loaded) == NAMES
     target = registry.TargetModel(hybrid.config, hybrid.fields())

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 # well.
 ORDER = [
     "C __version__ _extension checks errors environment exiting flag_help options spec_metrics "
-    "shipped speculation_keys verification",
-    "config flags grammar outputs sparse_options",
+    "shipped verification",
+    "config drafters.options flags grammar outputs sparse_options speculation_keys",
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
     "loading.tensors loading.torch_files",

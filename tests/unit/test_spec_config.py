@@ -7,12 +7,16 @@ import dataclasses
 import pytest
 
 from cpmcu.cli import _configs, make_parser
-from cpmcu.config import (
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.drafters.options.fill import FillOptions
+from cpmcu.drafters.options.ngram import NgramOptions
+from cpmcu.drafters.options.trees import (
+    CHAIN_DEPTH,
     CHOSEN_SHAPE,
+    HEAD_SHAPE,
     MAX_TREE_SIZE,
     SHIPPED_SHAPE,
-    EngineConfig,
-    SpeculativeConfig,
+    TreeOptions,
     TreeShape,
 )
 
@@ -25,10 +29,11 @@ def from_command_line(*arguments: str) -> SpeculativeConfig:
 def test_defaults():
     config = EngineConfig().speculation
     assert config == SpeculativeConfig()
-    assert config.shape() == TreeShape(2, 10, 12)
-    assert config.shape(defaults=SHIPPED_SHAPE) == SHIPPED_SHAPE
-    assert config.shape(chain=True) == TreeShape(4, 1, 5)
-    assert config.ngram_range == (1, 4)
+    trees = config.of(TreeOptions)
+    assert trees.tree() == TreeShape(2, 10, 12)
+    assert trees.tree(SHIPPED_SHAPE) == SHIPPED_SHAPE
+    assert trees.chain(CHAIN_DEPTH) == TreeShape(4, 1, 5)
+    assert config.of(NgramOptions).ngram_range == (1, 4)
 
 
 def test_flags():
@@ -48,31 +53,37 @@ def test_flags():
         use_eagle3=True,
     )
     assert from_command_line("--no-speculation").no_speculation
-    assert from_command_line("--use-eagle3", "no").use_eagle3 is False
+    assert from_command_line("--use-eagle3", "no").options == {"use_eagle3": False}
 
 
 def test_json():
     text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
     config = from_command_line("--speculative-config", text)
-    assert (config.method, config.ngram_range) == ("ngram", (1, 3))
-    assert config.shape(chain=True) == TreeShape(5, 1, 6)
+    options = config.of(NgramOptions)
+    assert (config.method, options.ngram_range) == ("ngram", (1, 3))
+    assert options.chain(CHAIN_DEPTH) == TreeShape(5, 1, 6)
     text = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}'
     config = EngineConfig(speculative_config=text).speculation
     assert config.draft_model_path == "d"
-    assert config.shape() == TreeShape(3, 1, 4)
+    assert config.of(TreeOptions).tree() == TreeShape(3, 1, 4)
     mixed = from_command_line("--speculative-config", text, "--spec-window-size", "9")
     assert mixed == dataclasses.replace(config, spec_window_size=9)
-    assert SpeculativeConfig.from_mapping({"model": "d", "spec_tree_size": 8}).spec_tree_size == 8
+    sized = SpeculativeConfig.from_mapping({"model": "d", "spec_tree_size": 8})
+    assert sized.of(TreeOptions).spec_tree_size == 8
 
 
 def test_fill():
     config = from_command_line("--draft-model-path", "d", "--spec-fill", "ngram")
     assert config == SpeculativeConfig(draft_model_path="d", fill="ngram")
-    assert config.chooses_shapes and config.ngram_range == (1, 16)
-    assert config.shape(defaults=CHOSEN_SHAPE) == TreeShape(9, 8, 32)
-    assert SpeculativeConfig(fill="ngram", spec_topk_per_iter=16).shape() == TreeShape(5, 16, 12)
-    assert SpeculativeConfig(fill="ngram", spec_num_iter=3).shape().depth == 3
-    assert SpeculativeConfig(fill="ngram").shape(chain=True) == TreeShape(9, 1, 10)
+    assert config.chooses_shapes and config.of(FillOptions).ngram_range == (1, 16)
+
+    def shape(defaults: TreeShape = HEAD_SHAPE, chain: bool = False, **given: int) -> TreeShape:
+        return SpeculativeConfig(fill="ngram", **given).of(FillOptions).shape(defaults, chain=chain)
+
+    assert shape(CHOSEN_SHAPE) == TreeShape(9, 8, 32)
+    assert shape(spec_topk_per_iter=16) == TreeShape(5, 16, 12)
+    assert shape(spec_num_iter=3).depth == 3
+    assert shape(chain=True) == TreeShape(9, 1, 10)
 
 
 def test_fastdeploys_hybrid_form():
@@ -81,12 +92,13 @@ def test_fastdeploys_hybrid_form():
         '"num_speculative_tokens": 5, "max_ngram_size": 6, "min_ngram_size": 2}'
     )
     config = from_command_line("--speculative-config", text)
-    assert (config.method, config.fill, config.num_model_steps) == ("mtp", "ngram", 3)
-    assert config.shape() == TreeShape(5, 1, 6) and config.ngram_range == (2, 6)
+    options = config.of(FillOptions)
+    assert (config.method, options.fill, options.num_model_steps) == ("mtp", "ngram", 3)
+    assert options.tree() == TreeShape(5, 1, 6) and options.ngram_range == (2, 6)
     plain = from_command_line("--speculative-config", text.replace("with_ngram", "default").replace(
         '"num_model_steps": 3', '"num_model_steps": 5'
     ))  # fmt: skip
-    assert plain.fill is None
+    assert plain.of(FillOptions).fill is None
 
 
 def test_json_round_trip_through_asdict():
@@ -106,7 +118,7 @@ def test_json_round_trip_through_asdict():
         ('{"method": "ngram", "num_speculative_tokens": 0}', "spec_num_iter is 0"),
         ('{"prompt_lookup_min": 5, "prompt_lookup_max": 2}', "prompt_lookup_min is 5"),
         ('{"prompt_lookup_max": 33}', "prompt_lookup_max is 33, but must be at most 32"),
-        ('{"prompt_lookup_min": 40}', "prompt_lookup_max is 40, but must be at most 32"),
+        ('{"prompt_lookup_min": 40}', "prompt_lookup_min is 40, but must be at most 32"),
         ('{"mtp_strategy": "hybrid"}', "mtp_strategy is 'hybrid', expected one of: default, with"),
         ('{"mtp_strategy": 1}', "mtp_strategy is 1, expected one of"),
         ('{"fill": "suffix"}', "fill is 'suffix', but must be one of ngram"),
@@ -159,7 +171,7 @@ def test_impossible(fields, message):
 
 @pytest.mark.parametrize("depth", range(1, 17))
 def test_every_depth_has_a_tree_by_default(depth):
-    shape = SpeculativeConfig(spec_num_iter=depth).shape()
+    shape = SpeculativeConfig(spec_num_iter=depth).of(TreeOptions).tree()
     assert shape.depth == depth
     assert shape.topk * (depth - 1) <= MAX_TREE_SIZE
     assert shape.tree_size - 1 <= shape.topk + (depth - 1) * shape.topk**2

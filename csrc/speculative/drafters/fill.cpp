@@ -29,9 +29,11 @@ class FillDrafter : public Drafter {
   bool fits(const DraftShape& shape) const override { return part_->shrunk(shape).depth > 0; }
   // The part's draft, or a path that takes its place.
   std::vector<DraftShape> shapes() const override {
-    return smaller_shapes(spec_.shape, [this](int depth) {
+    std::vector<DraftShape> shapes = smaller_shapes(spec_.shape, [this](int depth) {
       return std::max(part_->shrunk({depth, spec_.shape.tree_size}).tree_size, depth + 1);
     });
+    std::erase_if(shapes, [this](const DraftShape& shape) { return !fits(shape); });
+    return shapes;
   }
 
   HiddenNeeds needs() const override { return part_->needs(); }
