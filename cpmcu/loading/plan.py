@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpmcu.loading.progress import list_names
@@ -85,6 +85,7 @@ def plan_load(
 
     placements = []
     for placement in _place(checkpoint, fields, names, skipped, unused, problems):
+        placement = _as_expected(placement, expected)
         if placement.target.name not in expected:
             unused[placement.source] = _why_unused(placement.target.name, fields)
         elif accept(placement.source, placement.target):
@@ -157,6 +158,20 @@ def _place(
                 offset += piece.first_row * row_elements * itemsize(meta.dtype)
             target = TensorMeta(piece.name, meta.dtype, shape)
             yield Placement(name, target, piece.first_row, stored.path, offset)
+
+
+def _as_expected(placement: Placement, expected: Mapping[str, TensorMeta]) -> Placement:
+    """Gives a scale the expected shape if it differs in dimensions of 1 only.
+
+    Tools write the scale of a matrix as [], [1] or [1, 1], and those of rows as [N] or [N, 1].
+    """
+    found = placement.target
+    wanted = expected.get(found.name)
+    if wanted is None or not found.name.endswith((".weight_scale", ".weight_scale_inv")):
+        return placement
+    if [size for size in found.shape if size != 1] != [size for size in wanted.shape if size != 1]:
+        return placement
+    return replace(placement, target=replace(found, shape=wanted.shape))
 
 
 def _rows_text(leading: tuple[int, ...]) -> str:

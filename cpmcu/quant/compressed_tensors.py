@@ -1,7 +1,7 @@
-"""compressed-tensors, format "pack-quantized", with 4-bit integer weights.
+"""compressed-tensors: 4-bit integer weights ("pack-quantized"), and FP8 ("float-quantized").
 
-Each linear layer has `weight_packed` int32 [N, K / 8], `weight_scale` [N, G], `weight_shape`, and
-optionally `weight_zero_point` int32 [N / 8, G].
+With 4 bits, each linear layer has `weight_packed` int32 [N, K / 8], `weight_scale` [N, G],
+`weight_shape`, and optionally `weight_zero_point` int32 [N / 8, G].
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.fp8 import plan_fp8
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     Format,
@@ -25,31 +26,35 @@ from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "pack-quantized"
+_FORMAT, _FP8 = "pack-quantized", "float-quantized"
 _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
 
 
 @register_quant("compressed-tensors")
 class CompressedTensors:
-    """4-bit weights, activations not quantised."""
+    """4-bit or FP8 weights; activations stay in 16 bits."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "compressed-tensors"
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
-        check_present("compressed-tensors", tensors, ".weight_packed")
         groups = _object(quant, "config_groups")
         schemes = [group for group in groups.values() if isinstance(group, Mapping)]
+        if schemes and all(_format(group, quant) == _FP8 for group in schemes):
+            _refuse_transforms(quant)
+            return plan_fp8("compressed-tensors", tensors)
+        check_present("compressed-tensors", tensors, ".weight_packed")
         if not schemes:
             raise ValueError(
                 f"quantization_config: config_groups is {shown(groups)}, expected a group of layers"
             )
         for scheme in schemes:
-            stated = scheme.get("format") or quant.get("format")
+            stated = _format(scheme, quant)
             if stated != _FORMAT:
                 raise ValueError(
-                    f"quantization_config: format is {shown(stated)}, expected {_FORMAT!r}"
+                    f"quantization_config: format is {shown(stated)}, expected {_FORMAT!r} or, "
+                    f"for all layers, {_FP8!r}"
                 )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
@@ -80,6 +85,11 @@ class CompressedTensors:
                 for module in quantised_modules(tensors, ".weight_shape")
             },
         )
+
+
+def _format(scheme: Mapping[str, Any], quant: Mapping[str, Any]) -> Any:
+    """The format of a group of layers."""
+    return scheme.get("format") or quant.get("format")
 
 
 def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:

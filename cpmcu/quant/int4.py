@@ -1,4 +1,4 @@
-"""Code shared by the schemes with 4-bit weights: quantised modules and their format.
+"""Code shared by the schemes with packed weights, and the plan of 4-bit weights.
 
 The tensors determine the method, not the config's lists of exceptions. A module with packed weights
 uses the C++ method "packed". A module with a plain `weight` stays dense.
@@ -34,7 +34,7 @@ _NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_
 
 
 class Format(enum.IntEnum):
-    """Int4Format of csrc/kernels/gemm/packed/packed.h."""
+    """Int4Format of csrc/kernels/gemm/packed/int4_pack.h."""
 
     GPTQ = 0
     GPTQ_V2 = 1
@@ -90,7 +90,7 @@ def plan_int4(
         scheme=scheme,
         linear_method="packed",
         linear_options=options,
-        linear_overrides=_dense_modules(tensors, set(modules)),
+        linear_overrides=dense_modules(tensors, set(modules)),
         repacks=tuple(repacks),
         ignored={**(ignored or {}), **dict.fromkeys(biases, "it is zero")},
         verify=verify,
@@ -159,7 +159,7 @@ def _leaf(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _dense_modules(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
+def dense_modules(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
     """Fused name of each module with plain weights -> "dense"."""
     dense = {
         name.removesuffix(".weight")

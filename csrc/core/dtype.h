@@ -9,7 +9,7 @@
 
 namespace cpmcu {
 
-enum class DType : uint8_t { kF32, kF16, kBF16, kI8, kU8, kI32, kI64, kU64 };
+enum class DType : uint8_t { kF32, kF16, kBF16, kI8, kU8, kI32, kI64, kU64, kE4M3 };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
@@ -29,6 +29,8 @@ constexpr int64_t size_of(DType dtype) {
       return 8;
     case DType::kU64:
       return 8;
+    case DType::kE4M3:
+      return 1;
   }
   return 0;
 }
@@ -55,19 +57,21 @@ constexpr std::string_view name_of(DType dtype) {
       return "int64";
     case DType::kU64:
       return "uint64";
+    case DType::kE4M3:
+      return "float8_e4m3fn";
   }
   return "?";
 }
 
 inline DType parse_dtype(std::string_view name) {
   for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8, DType::kU8, DType::kI32,
-                      DType::kI64, DType::kU64}) {
+                      DType::kI64, DType::kU64, DType::kE4M3}) {
     if (name_of(dtype) == name) return dtype;
   }
   throw Error(
       ErrorKind::kInvalid,
       format("dtype \"{}\" is not known; known are float32, float16, bfloat16, int8, uint8, "
-             "int32, int64, uint64",
+             "int32, int64, uint64, float8_e4m3fn",
              name));
 }
 

@@ -33,6 +33,14 @@ CPMCU_CLONES int32_t largest_of(const int32_t* bits, int64_t count) {
   return largest;
 }
 
+CPMCU_CLONES int8_t largest_of(const int8_t* bits, int64_t count) {
+  int8_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, static_cast<int8_t>(bits[i] & 0x7f));
+  }
+  return largest;
+}
+
 template <typename Bits>
 int64_t find(const void* numbers, int64_t count, Bits infinity) {
   const auto* bits = static_cast<const Bits*>(numbers);
@@ -52,6 +60,8 @@ int64_t find_not_finite(DType dtype, const void* numbers, int64_t count) {
       return find<int16_t>(numbers, count, 0x7c00);
     case DType::kBF16:
       return find<int16_t>(numbers, count, 0x7f80);
+    case DType::kE4M3:  // has no infinity, and one NaN of each sign
+      return find<int8_t>(numbers, count, 0x7f);
     default:
       return -1;
   }

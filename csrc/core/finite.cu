@@ -71,6 +71,9 @@ std::vector<int64_t> find_not_finite_on_device(const Context& ctx,
       case DType::kBF16:
         find<int16_t>(ctx, tensors[i], 0x7f80, first + i);
         break;
+      case DType::kE4M3:
+        find<int8_t>(ctx, tensors[i], 0x7f, first + i);
+        break;
       default:
         break;
     }

@@ -40,9 +40,11 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
 // Throws the error for number `index` of tensor `name`, which is NaN or infinite.
 [[noreturn]] void refuse(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
                          const void* number, int64_t index) {
-  float value = 0;
-  dispatch_host_dtype(
-      dtype, [&](auto type) { value = to_float(*static_cast<const decltype(type)*>(number)); });
+  float value = NAN;  // e4m3 has no infinity
+  if (dtype != DType::kE4M3) {
+    dispatch_host_dtype(
+        dtype, [&](auto type) { value = to_float(*static_cast<const decltype(type)*>(number)); });
+  }
   std::vector<int64_t> place(shape.size());
   int64_t rest = index;
   for (size_t i = shape.size(); i-- > 0; rest /= shape[i]) place[i] = rest % shape[i];

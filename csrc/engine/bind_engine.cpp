@@ -12,6 +12,7 @@
 #include "engine/bind_memory.h"
 #include "engine/engine.h"
 #include "engine/logprobs.h"
+#include "linear/packed_tensors.h"
 
 namespace py = pybind11;
 
@@ -444,6 +445,9 @@ std::map<std::string, SourceFiles> registered() {
   std::map<std::string, SourceFiles> all;
   for (const auto& [name, entry] : LinearRegistry::instance().entries()) {
     all["linear"][name] = entry.file;
+  }
+  for (const auto& [name, entry] : LayoutRegistry::instance().entries()) {
+    all["layout"][name] = entry.file;
   }
   for (const auto& [name, entry] : BlockRegistry::instance().entries()) {
     all["block"][name] = entry.file;

@@ -10,6 +10,7 @@
 
 #include "core/device.h"
 #include "kernels/attention/attention.h"
+#include "kernels/gemm/packed/layout.h"
 #include "kernels/layer/rotary_kv.h"
 #include "kernels/step/step_ops.h"
 #ifdef CPMCU_WITH_CUDA
@@ -173,6 +174,8 @@ void bind_delta_net_ops(pybind11::module_& ops);  // bind_delta_net_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
-void bind_packed_ops(pybind11::module_& ops);     // bind_packed_ops.cpp
+PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
+                       const std::string& scale_dtype, int scale_rows);
+void bind_packed_ops(pybind11::module_& ops);  // bind_packed_ops.cpp
 
 }  // namespace cpmcu

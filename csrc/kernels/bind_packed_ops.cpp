@@ -1,9 +1,11 @@
-// C.ops of 4-bit weights (kernels/gemm/packed/packed.h) and of the fused layer. A Python
+// C.ops of quantised weights (kernels/gemm/packed/packed.h) and of the fused layer. A Python
 // PackedWeight is an array of bytes with the weight blocks, and the numbers that describe them.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
 #include "kernels/gemm/fused_layer.h"
+#include "kernels/gemm/packed/code8_pack.h"
+#include "kernels/gemm/packed/int4_pack.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -23,25 +25,51 @@ struct OpsFusedGemm {
 
 }  // namespace
 
+PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
+                       const std::string& scale_dtype, int scale_rows) {
+  CHECK(codes == "int4" || codes == "e4m3", "codes are \"{}\", expected \"int4\" or \"e4m3\"",
+        codes);
+  return {.codes = codes == "int4" ? Codes::kInt4 : Codes::kE4m3,
+          .planes = planes,
+          .zero_points = zero_points,
+          .scale_dtype = parse_dtype(scale_dtype),
+          .scale_rows = scale_rows};
+}
+
 void bind_packed_ops(py::module_& m) {
-  py::class_<OpsWeight>(m, "PackedWeight", "4-bit weights; see csrc/kernels/gemm/packed/packed.h.")
-      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int nibble_planes,
-                       bool zero_points, const std::string& scale_dtype, bool gated) {
-             OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
-                             .n = n,
-                             .k = k,
-                             .nibble_planes = nibble_planes,
-                             .zero_points = zero_points,
-                             .scale_dtype = parse_dtype(scale_dtype),
-                             .gated = gated},
-                            blocks};
+  py::class_<OpsWeight>(m, "PackedWeight",
+                        "Quantised weights; see csrc/kernels/gemm/packed/packed.h.")
+      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, const std::string& codes,
+                       int planes, bool zero_points, const std::string& scale_dtype, int scale_rows,
+                       bool gated) {
+             OpsWeight made{
+                 {.blocks = blocks->as<uint8_t>(DType::kU8),
+                  .n = n,
+                  .k = k,
+                  .layout = layout_of(codes, planes, zero_points, scale_dtype, scale_rows),
+                  .gated = gated},
+                 blocks};
              const int64_t bytes = blocks->tensor().num_bytes();
              CHECK(bytes == made.weight.num_bytes(), "the blocks have {} bytes, expected {}", bytes,
                    made.weight.num_bytes());
              return made;
            }),
-           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "nibble_planes"_a = 1, "zero_points"_a = false,
-           "scale_dtype"_a = "float16", "gated"_a = false);
+           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "codes"_a = "int4", "planes"_a = 1,
+           "zero_points"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1,
+           "gated"_a = false);
+  m.def(
+      "code8_pack",
+      [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
+         int64_t first_row, int64_t rows_per_scale, int64_t k_per_scale) {
+        code8_pack(c.ctx, {.w = w.weight,
+                           .codes = tensor_of(codes),
+                           .scales = tensor_of(scales),
+                           .first_row = first_row,
+                           .rows_per_scale = rows_per_scale,
+                           .k_per_scale = k_per_scale});
+      },
+      "ctx"_a, "w"_a, "codes"_a, "scales"_a, py::kw_only(), "first_row"_a = 0,
+      "rows_per_scale"_a = 1, "k_per_scale"_a = 128, "csrc/kernels/gemm/packed/code8_pack.h");
   m.def(
       "int4_pack",
       [](const OpsContext& c, const OpsWeight& w, int format, SharedArray q, SharedArray scales,

@@ -6,13 +6,15 @@
 namespace cpmcu {
 
 bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
-  if (gemm.packed.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  const PackedLayout& layout = gemm.packed.layout;
+  if (layout.planes != 1 || layout.codes == Codes::kOther || gemm.y.dtype() != gemm.x.dtype())
+    return false;
   if (!combine_.hidden.empty()) flush();
   if (!gemms_.empty()) {
     const FusedGemm& first = gemms_.front();
     const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&
                        first.is_dense() == gemm.is_dense() &&
-                       first.packed.zero_points == gemm.packed.zero_points;
+                       first.packed.layout.unpacks_like(layout);
     // A queued callback reads y: flush before y is overwritten.
     if (!alike || gemms_.size() == kMaxFusedGemms || (!after_.empty() && gemm.beta != 0)) flush();
   }

@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/gemm/packed/int4_pack.h"
 #include "linear/packed_tensors.h"
 
 namespace cpmcu {
@@ -54,7 +55,7 @@ class Int4Tensors : public PackedTensors {
     return view(buffer + part.q_at, DType::kI32, part.q_shape);
   }
   Tensor scales_of(const Part& part, char* buffer) const {
-    return view(buffer + part.scales_at, weight_.scale_dtype, part.scales_shape);
+    return view(buffer + part.scales_at, weight_.layout.scale_dtype, part.scales_shape);
   }
   static Tensor zeros_of(const Part& part, char* buffer) {
     return view(buffer + part.zeros_at, DType::kI32, part.zeros_shape);
@@ -72,8 +73,8 @@ Int4Tensors::Int4Tensors(const LinearConfig& config)
       by_row_(format_ == Int4Format::kCompressed),
       weight_({.n = config.out_features(),
                .k = config.in_features,
-               .zero_points = config.options.zero_points,
-               .scale_dtype = config.options.scale_dtype,
+               .layout = {.zero_points = config.options.zero_points,
+                          .scale_dtype = config.options.scale_dtype},
                .gated = config.gated}) {
   const std::string& name = config.stacked_name();
   const int group = config.options.group_size;
@@ -110,7 +111,7 @@ Int4Tensors::Int4Tensors(const LinearConfig& config)
     made.scales_at = made.q_at + align_up(4 * made.q_shape.size());
     made.zeros_at = made.scales_at + align_up(2 * made.scales_shape.size());
     bytes = made.zeros_at;
-    if (weight_.zero_points) bytes += align_up(4 * made.zeros_shape.size());
+    if (weight_.layout.zero_points) bytes += align_up(4 * made.zeros_shape.size());
     row += n;
     parts_.push_back(made);
   }
@@ -122,7 +123,7 @@ void Int4Tensors::list(WeightTable& table, char* buffer, const std::string& pref
     const std::string name = prefix + part.name;
     table.add(name + (by_row_ ? ".weight_packed" : ".qweight"), q_of(part, buffer));
     table.add(name + (by_row_ ? ".weight_scale" : ".scales"), scales_of(part, buffer));
-    if (!weight_.zero_points) continue;
+    if (!weight_.layout.zero_points) continue;
     table.add(name + (by_row_ ? ".weight_zero_point" : ".qzeros"), zeros_of(part, buffer));
   }
 }
@@ -133,7 +134,7 @@ void Int4Tensors::pack(const Context& ctx, const PackedWeight& weight, char* buf
                     .format = format_,
                     .q = q_of(part, buffer),
                     .scales = scales_of(part, buffer),
-                    .zeros = weight.zero_points ? zeros_of(part, buffer) : Tensor(),
+                    .zeros = weight.layout.zero_points ? zeros_of(part, buffer) : Tensor(),
                     .first_row = part.first_row,
                     .n = part.n,
                     .k = weight.k});

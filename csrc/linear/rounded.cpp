@@ -8,15 +8,16 @@
 namespace cpmcu {
 namespace {
 
-template <int kNibblePlanes>
+template <int kPlanes>
 class RoundedLinear : public LinearMethod {
  public:
   explicit RoundedLinear(const LinearConfig& config)
       : config_(config),
         matrix_({.n = config.out_features(),
                  .k = config.in_features,
-                 .nibble_planes = kNibblePlanes,
-                 .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16}) {}
+                 .layout = {
+                     .planes = kPlanes,
+                     .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16}}) {}
 
   void plan(MemoryPlan& plan, const StepLimits& limits) override {
     matrix_.plan(plan, config_.stacked_name(), config_.dtype, limits);

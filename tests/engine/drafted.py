@@ -18,6 +18,7 @@ from tests.reference.tiny_checkpoints import (
     write_tiny,
 )
 from tests.reference.tiny_drafts import KINDS, write_draft
+from tests.reference.tiny_fp8 import write_fp8
 from tests.reference.tiny_hybrid import CUDA_SIZES, HYBRIDS
 from tests.reference.tiny_w4 import quantise, write_w4
 
@@ -85,7 +86,7 @@ class Models:
         self._plain: dict[str, Any] = {}
 
     def target(self, family: str) -> TinyCheckpoint:
-        """A suffix "_layout" of `family` names a layout of 4-bit weights."""
+        """A suffix "_layout" of `family` names a layout of quantised weights."""
         if family not in self._targets:
             if family in HYBRIDS:
                 return self.hybrid(family, family)
@@ -102,7 +103,7 @@ class Models:
                     weights[key] *= np.float32(self.query_scale)
             made = write_tiny(self.root / family, name, dtype=self.dtype, weights=weights, **fields)
             if layout:
-                write_w4(made.directory, made.config, quantise(made.weights), layout)
+                write_quantised(made.directory, made, layout)
             self._targets[family] = made
         return self._targets[family]
 
@@ -127,7 +128,7 @@ class Models:
         made = write_draft(directory, dense, self.target(family), dtype=self.dtype)
         layout = layout or family.partition("_")[2]
         if layout:
-            write_w4(directory, made.config, quantise(made.weights), layout)
+            write_quantised(directory, made, layout)
         return directory
 
     def engine(self, family: str, speculation: dict[str, Any] | None, **config: Any) -> Any:
@@ -168,6 +169,14 @@ class Models:
                 self._plain[family] = self.engine(family, None)
             known = self.expected[key] = Drive(self._plain[family]).one(ids, count, **fields)
         return known[:count]
+
+
+def write_quantised(directory: Path, made: TinyCheckpoint, layout: str) -> None:
+    """`layout`: "fp8", or one of 4-bit weights."""
+    if layout == "fp8":
+        write_fp8(directory, made.config, made.weights, "qwen")
+    else:
+        write_w4(directory, made.config, quantise(made.weights), layout)
 
 
 class Drive:

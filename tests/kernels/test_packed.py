@@ -383,9 +383,7 @@ def test_quantize(
     x = rounded(x, dtype)
     index = rng.permutation(len(x))[:n] if indexed else np.arange(n)
     blocks = empty(device, [-(-n // 256), nibble_planes * -(-k // 128), 16896], "uint8")
-    weight = ops.PackedWeight(
-        blocks, n=n, k=k, nibble_planes=nibble_planes, scale_dtype=scale_dtype
-    )
+    weight = ops.PackedWeight(blocks, n=n, k=k, planes=nibble_planes, scale_dtype=scale_dtype)
     put_index = put_ints(device, index) if indexed else None
     ops.packed_quantize(context(device), weight, put(device, x, dtype), put_index)
     out = empty(device, [n, k], dtype)
@@ -423,7 +421,7 @@ def test_eight_bit_gemm(device: str, dtype: str, shape: tuple[int, int, int]) ->
 
     def run(device: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         blocks = empty(device, [-(-n // 256), 2 * -(-k // 128), 16896], "uint8")
-        weight = ops.PackedWeight(blocks, n=n, k=k, nibble_planes=2)
+        weight = ops.PackedWeight(blocks, n=n, k=k, planes=2)
         ops.packed_quantize(context(device), weight, put(device, w, dtype))
         out = empty(device, [n, k], "float32" if device == "cpu" else dtype)
         ops.packed_dequantize(context(device), out, weight)
@@ -503,6 +501,6 @@ def test_quantize_and_dequantize_shapes_must_agree(device: str) -> None:
         blocks = empty(device, [3 * 16896], "uint8")
         ops.packed_quantize(
             ctx,
-            ops.PackedWeight(blocks, n=1, k=8, nibble_planes=3),
+            ops.PackedWeight(blocks, n=1, k=8, planes=3),
             empty(device, [1, 8], "float16"),
         )

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters import registry
@@ -37,7 +39,7 @@ from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
-from cpmcu.quant.registry import QuantPlan, Repack, register_quant, registered_quants
+from cpmcu.quant.registry import LinearOptions, QuantPlan, Repack, register_quant, registered_quants
 from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
@@ -89,6 +91,22 @@ class Ternary:
             linear_method="test_ternary",
             linear_overrides={"lm_head": "dense"},
             repacks=repacks,
+        )
+
+
+@register_quant("toy_int8")
+class Int8Row:
+    """int8 `weight` and float32 `weight_scale` [N], read by a layout of the method "packed"."""
+
+    def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
+        return quant_config.get("quant_method") == "toy_int8"
+
+    def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
+        return QuantPlan(
+            scheme="toy_int8",
+            linear_method="packed",
+            linear_options=LinearOptions(layout="test_int8_row"),
+            linear_overrides={"lm_head": "dense"},
         )
 
 
@@ -182,6 +200,11 @@ def ternary_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
+def layout_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_plugin("int8_row_layout", tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="module")
 def repeat_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_plugin("repeat_drafter", tmp_path_factory.mktemp("plugin"))
 
@@ -251,6 +274,41 @@ def test_toy_quantisation_from_outside(tmp_path: Path, ternary_plugin: None) -> 
     assert len(generate(ternary, ids, 20)) == 20
     assert "test_ternary" in C.registered()["linear"]
     assert registered_quants()["toy_ternary"] == __file__
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_a_layout_of_packed_weights_from_outside(
+    tmp_path: Path, layout_plugin: None, family: str
+) -> None:
+    """Its generic path gives the logits of the dequantised weights, and drafts stay exact."""
+    from cpmcu import C
+
+    sizes = {"hidden_size": 160, "intermediate_size": 304, "moe_intermediate_size": 48}
+    config = tiny_config(family, vocab_size=VOCAB, **sizes)
+    weights, packed = random_weights(config), {}
+    for name, weight in weights.items():
+        packed[name] = torch.from_numpy(weight)
+        if name.endswith("_proj.weight"):
+            scale = (np.abs(weight).max(axis=1) / 127).astype(np.float32)
+            codes = np.round(weight / scale[:, None]).astype(np.int8)
+            weights[name] = (codes * scale[:, None]).astype(np.float32)
+            packed[name] = torch.from_numpy(codes)
+            packed[name.replace(".weight", ".weight_scale")] = torch.from_numpy(scale)
+    plain = make_engine(write_model(tmp_path / "dense", config, weights))
+    directory = write_model(tmp_path / "int8", config, {})
+    quantised = {**config, "quantization_config": {"quant_method": "toy_int8"}}
+    (directory / "config.json").write_text(json.dumps(quantised))
+    save_file(packed, directory / "model.safetensors")
+    engine = make_engine(directory)
+    ids = random_ids(70, VOCAB)
+    found = prompt_logits(engine, ids)
+    np.testing.assert_allclose(found, prompt_logits(plain, ids), rtol=1e-4, atol=1e-4)
+    speculation = SpeculativeConfig(method="ngram", spec_num_iter=3, spec_auto=False)
+    drafted = make_engine(directory, speculative_config=speculation)
+    expected = generate(engine, ids, 40)
+    assert generate(drafted, ids, 40)[:40] == expected
+    assert generate(engine, ids, 40, chunk=17) == expected
+    assert "test_int8_row" in C.registered()["layout"]
 
 
 def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:

@@ -180,7 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("marlin", {"desc_act": True}, "desc_act is true .*, expected false"),
     ("marlin", {"sym": False}, "sym is false, expected true of a Marlin file"),
     ("gptq", {"quant_method": "bitsandbytes", "bits": None}, "with bitsandbytes, which is not"),
-    ("gptq", {"quant_method": "fp8", "bits": None}, "with fp8, which is not supported"),
+    ("gptq", {"quant_method": "fp8"}, "says fp8, but no weight is float8_e4m3fn"),
     ("gptq", {"quant_method": "hqq"}, r"with hqq \(4 bits\), which is not supported"),
 ]
 REFUSED_WEIGHTS: list[tuple[dict[str, Any], str]] = [
@@ -282,7 +282,7 @@ def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_pat
     for groups, message in (
         ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is present"),
         ({"a": group({}), "b": group({"group_size": -1})}, "config_groups differ"),
-        ({"a": group({}, format="float-quantized")}, "format is 'float-quantized'"),
+        ({"a": group({}, format="nvfp4-pack-quantized")}, "format is 'nvfp4-pack-quantized'"),
     ):
         quant = {"config_groups": groups}
         with pytest.raises(ValueError, match=message):
@@ -319,4 +319,5 @@ def test_flags_of_heads(name: str, values: tuple[str, ...]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=f"{name} is '{value}', but must be one of"):
             config(**{name: value})
-    assert getattr(config(**{name: "w8"}), name) == "w8"
+    made = config(**{name: "w8"})
+    assert (made.options[name] if name == "draft_head_quant" else getattr(made, name)) == "w8"

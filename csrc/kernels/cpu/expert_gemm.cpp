@@ -82,7 +82,7 @@ void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gat
   });
 }
 
-void in_4_bits(const Context& ctx, const Rows& rows, PackedWeight w, int64_t stride) {
+void packed(const Context& ctx, const Rows& rows, PackedWeight w, int64_t stride) {
   char* const blocks = static_cast<char*>(w.blocks);
   for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
     w.blocks = blocks + expert * stride;
@@ -99,7 +99,7 @@ void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
 
 void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
   check_packed_expert_gemm(p);
-  in_4_bits(ctx, p.rows, p.w, p.stride);
+  packed(ctx, p.rows, p.w, p.stride);
 }
 
 void gather_pairs(const Context&, const GatherPairsParams& p) {
@@ -119,7 +119,7 @@ void sorted_gemm(const Context& ctx, const SortedGemmParams& p) {
 
 void packed_sorted_gemm(const Context& ctx, const PackedSortedGemmParams& p) {
   check_packed_sorted_gemm(p);
-  in_4_bits(ctx, p.rows, p.w, p.stride);
+  packed(ctx, p.rows, p.w, p.stride);
 }
 
 }  // namespace cpmcu::cpu

@@ -1,11 +1,12 @@
 // Unpacks each strip of 32 weight rows once and multiplies it with up to 64 rows of x while in
 // cache.
-#include "kernels/gemm/packed/packed.h"
+#include "kernels/gemm/packed/int4_pack.h"
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "kernels/cpu/packed_decoded.h"
 #include "kernels/cpu/simd.h"
 
 namespace cpmcu::cpu {
@@ -54,11 +55,11 @@ uint16_t bits_of(DType dtype, float value) {
 }
 
 float scale_of(const PackedWeight& w, const uint8_t* block, int row) {
-  return float_of(w.scale_dtype, reinterpret_cast<const uint16_t*>(block + kScalesAt)[row]);
+  return float_of(w.layout.scale_dtype, reinterpret_cast<const uint16_t*>(block + kScalesAt)[row]);
 }
 
 int zero_of(const PackedWeight& w, const uint8_t* block, int row) {
-  return w.zero_points ? block[kZerosAt + row] : 8;
+  return w.layout.zero_points ? block[kZerosAt + row] : 8;
 }
 
 // ---- int4_pack
@@ -136,7 +137,7 @@ uint8_t stored_zero(const Int4PackParams& p, int64_t n, int64_t group) {
 template <typename T, typename Y>
 void multiply(const PackedGemmParams& p) {
   const PackedWeight& w = p.w;
-  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.nibble_planes;
+  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.layout.planes;
   thread_local std::vector<float> buffer, fragment_buffer, sum_buffer;
   const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
   // [M][block][fragments], and the sum of x over each block, for zero points.
@@ -169,7 +170,7 @@ void multiply(const PackedGemmParams& p) {
         const int64_t at = row_begin * k_blocks + kb % k_blocks;
         add_int4_strip(reinterpret_cast<const uint32_t*>(block) + 16 * first, scales,
                        fragments + at * kFragmentFloats, stride, rows, totals.data());
-        if (!w.zero_points) continue;
+        if (!w.layout.zero_points) continue;
         for (int64_t row = 0; row < rows; ++row) {
           const float sum = sums[at + row * k_blocks];
           for (int i = 0; i < kStripRows; ++i) {
@@ -196,8 +197,8 @@ void multiply(const PackedGemmParams& p) {
         }
         Y* out = y + (row_begin + row) * w.n + column;
         for (int i = 0; i < count; ++i) {
-          const float product = p.alpha * sum_of(i);
-          out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
+          const float sum = p.alpha * sum_of(i);
+          out[i] = from_float<Y>(p.beta == 0 ? sum : sum + p.beta * to_float(out[i]));
         }
       }
     }
@@ -234,7 +235,7 @@ void int4_pack(const Context&, const Int4PackParams& p) {
           const bool inside = own < p.n;
           reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
               inside ? stored_scale(p, own, group) : uint16_t{0};
-          if (w.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, own, group) : 8;
+          if (w.layout.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, own, group) : 8;
         }
         thread_local BlockQ q;
         read(p, n, k, begin, end, q);
@@ -259,15 +260,15 @@ void int4_pack(const Context&, const Int4PackParams& p) {
 void packed_quantize(const Context&, const PackedQuantizeParams& p) {
   check_packed_quantize(p);
   const PackedWeight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
-  const int most = w.nibble_planes == 1 ? 7 : 119;
+  const int64_t k_blocks = w.k_blocks() / w.layout.planes;
+  const int most = w.layout.planes == 1 ? 7 : 119;
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     const auto* x = p.x.as<decltype(t)>();
 #pragma omp parallel for collapse(2)
     for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
         uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
-        uint8_t* low = block_of(w, row_block, k_block + (w.nibble_planes - 1) * k_blocks);
+        uint8_t* low = block_of(w, row_block, k_block + (w.layout.planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kPackedK;
         const int64_t count = std::min<int64_t>(kPackedK, w.k - first_k);
@@ -279,21 +280,22 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
             for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
             for (float value : values) largest = std::max(largest, std::abs(value));
           }
-          const uint16_t bits = bits_of(w.scale_dtype, largest / static_cast<float>(most));
-          const float scale = float_of(w.scale_dtype, bits);
+          const uint16_t bits = bits_of(w.layout.scale_dtype, largest / static_cast<float>(most));
+          const float scale = float_of(w.layout.scale_dtype, bits);
           reinterpret_cast<uint16_t*>(low + kScalesAt)[row] = bits;
-          if (w.nibble_planes == 2) {
-            reinterpret_cast<uint16_t*>(high + kScalesAt)[row] = bits_of(w.scale_dtype, 16 * scale);
+          if (w.layout.planes == 2) {
+            reinterpret_cast<uint16_t*>(high + kScalesAt)[row] =
+                bits_of(w.layout.scale_dtype, 16 * scale);
           }
           for (int i = 0; i < kPackedK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
-            const int biased = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            const int biased = w.layout.planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
             high_q[row][i] = static_cast<uint8_t>(biased / 16);
             low_q[row][i] = static_cast<uint8_t>(biased % 16);
           }
         }
-        if (w.nibble_planes == 2) write_q(high, high_q, 0, kPackedRows);
+        if (w.layout.planes == 2) write_q(high, high_q, 0, kPackedRows);
         write_q(low, low_q, 0, kPackedRows);
       }
     }
@@ -302,8 +304,9 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
 
 void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
   check_packed_dequantize(p);
+  if (p.w.layout.codes != Codes::kInt4) return packed_dequantize_decoded(p);
   const PackedWeight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
+  const int64_t k_blocks = w.k_blocks() / w.layout.planes;
   dispatch_host_dtype(p.out.dtype(), [&](auto t) {
     using T = decltype(t);
     T* out = p.out.as<T>();
@@ -316,7 +319,7 @@ void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
         const uint8_t* high = block_of(w, n / kPackedRows, k / kPackedK);
         int q = nibble_of(high, row, in_block) - zero_of(w, high, row);
         float scale = scale_of(w, high, row);
-        if (w.nibble_planes == 2) {
+        if (w.layout.planes == 2) {
           const uint8_t* low = block_of(w, n / kPackedRows, k / kPackedK + k_blocks);
           q = 16 * q + nibble_of(low, row, in_block) - 8;
           scale = scale_of(w, low, row);
@@ -329,6 +332,7 @@ void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
 
 void packed_gemm(const Context&, const PackedGemmParams& p) {
   check_packed_gemm(p);
+  if (p.w.layout.codes != Codes::kInt4) return packed_gemm_decoded(p);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);

@@ -71,14 +71,14 @@ void check_fused_layer(const FusedLayerParams& p) {
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.packed.nibble_planes == 1 &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.packed.layout.planes == 1 &&
+              gemm.packed.layout.unpacks_like(first.packed.layout) &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),
-          "fused_layer: gemm {} has {} rows of {}, y of {}, {} nibble planes and W of {} bits; "
-          "expected "
-          "the rows, the dtype and the bits of the first gemm, and one nibble plane",
+          "fused_layer: gemm {} has {} rows of {}, y of {}, {} planes and W of {} bits; expected "
+          "the rows, the dtype and the layout of the first gemm, and one plane",
           i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()),
-          gemm.packed.nibble_planes, gemm.is_dense() ? 16 : 4);
+          gemm.packed.layout.planes, gemm.is_dense() ? 16 : gemm.packed.layout.bits());
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&

@@ -3,7 +3,8 @@
 //
 // GEMM i computes y = alpha * x W^T + beta * y, as packed_gemm or skinny_gemm does. If a GEMM has a
 // norm, `normed` stands for the RMS-normed rows of y, and the next GEMM reads it. The contents of
-// `normed` after the launch are unspecified. All W have 4 bits (one nibble plane), or all have 16.
+// `normed` after the launch are unspecified. All W have
+// one layout of weight blocks (of one plane), or all have 16 bits.
 // y has the dtype of x.
 //
 // The first x may be the `out` of attention_splits: the kernel combines the splits first. The last
@@ -14,8 +15,8 @@
 // run on a device at a time (engine/graph_runner.h ensures it within a process). The kernel is not
 // used on a device that processes share through MPS.
 //
-// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. A 4-bit GEMM alone,
-// without rotary_kv, is always a launch of packed_gemm, which is faster.
+// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. A GEMM of weight
+// blocks alone, without rotary_kv, is always a launch of packed_gemm, which is faster.
 #pragma once
 
 #include <vector>
@@ -30,7 +31,7 @@ constexpr int kMaxFusedGemms = 4;
 // Bytes of FusedLayerParams::memory that hold state; the rest holds partial sums.
 constexpr int kFusedStateBytes = 256 * 1024;
 constexpr int kMaxFusedCtas = 144;  // SMs of the largest Hopper chip
-constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W has 16 bits
+constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W has 8 or 16 bits
 // Up to this many groups of 8 rows, each fragment of partial sums carries its own ready flag. For
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
 constexpr int kMaxFlaggedGroups = 2;
@@ -40,7 +41,7 @@ constexpr int64_t kFusedSumBytes = int64_t{kMaxFusedCtas} * kPackedRows * 8 * 4;
 struct FusedGemm {
   Tensor y;               // [M, N] (gated: [M, N / 2])
   Tensor x;               // [M, K]
-  PackedWeight packed{};  // W in 4 bits, or
+  PackedWeight packed{};  // W in weight blocks, or
   Tensor w{};             // W in 16 bits: [N, K], x's dtype
   bool gated = false;     // rows [0, N / 2) of W are gate, the others up
   float alpha = 1;        // as in GemmParams; 1 if gated

@@ -365,7 +365,7 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
     divide_work(gemm, n, num_ctas);
   } else {
     set_weight_blocks(gemm, from.packed, num_ctas);
-    gemm.bf16_scales = from.packed.scale_dtype == DType::kBF16;
+    gemm.scale_form = scale_form(from.packed.layout);
   }
   if (before != nullptr && !before->normed.empty()) {
     gemm.inv_size = 1.0f / static_cast<float>(k);
@@ -374,13 +374,20 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
   return gemm;
 }
 
+bool has_4_bits(const FusedGemm& gemm) {
+  return !gemm.is_dense() && gemm.packed.layout.bits() == 4;
+}
+int64_t most_fused_rows(const FusedGemm& gemm) {
+  return has_4_bits(gemm) ? kMaxFusedRows : kMaxRows;
+}
+
 CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, int num_ctas) {
   const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
   if (rows == 0 || count == 1) return CombineMode::kNone;
   const bool is_short = count <= kMaxCombinedSplits;
   // NOTE: kPerCtaSlice is not valid for two GEMMs. A CTA could then arrive before its producer
   // thread has read `bases`, which CTA 0 changes at the end.
-  if (rows == 1 && is_short && !p.gemms.front().is_dense() && p.gemms.size() != 2 &&
+  if (rows == 1 && is_short && has_4_bits(p.gemms.front()) && p.gemms.size() != 2 &&
       first.tiles <= num_ctas &&
       first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedKBlocks) {
     return CombineMode::kPerCtaSlice;
@@ -403,14 +410,6 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
          Ring::kBytes, args, make_decode_args<typename Mainloop::Element>(ctx, attention));
 }
 
-template <typename Mma, typename T, int kGroups>
-void launch_packed(const Context& ctx, const FusedLayerArgs& args, const AttentionParams& attention,
-                   int num_ctas, bool zeros) {
-  zeros
-      ? launch_fused_layer<PackedMainloop<Mma, T, kGroups, true>>(ctx, args, attention, num_ctas)
-      : launch_fused_layer<PackedMainloop<Mma, T, kGroups, false>>(ctx, args, attention, num_ctas);
-}
-
 }  // namespace
 
 void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory) {
@@ -427,9 +426,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         num_rows);
   const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
-  bool zeros = false, rotates = false;
-  for (const FusedGemm& gemm : p.gemms) zeros |= gemm.packed.zero_points;
-  const int64_t most_rows = p.gemms.front().is_dense() ? kMaxRows : kMaxFusedRows;
+  bool rotates = false;
+  const int64_t most_rows = most_fused_rows(p.gemms.front());
   for (int64_t row = 0; row < num_rows; row += most_rows) {
     const int64_t m = std::min(most_rows, num_rows - row);
     const int groups = row_groups(m, most_rows);
@@ -474,7 +472,13 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         constexpr int kGroups = decltype(constant)::value;
         using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<(kGroups >= 8 ? 1 : 2)>>;
         if (!p.gemms.front().is_dense()) {
-          launch_packed<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
+          dispatch_unpacker(p.gemms.front().packed.layout, [&](auto unpacker) {
+            using Unpacker = decltype(unpacker);
+            if constexpr (kGroups <= 8 || Unpacker::kBits == 4) {
+              launch_fused_layer<PackedMainloop<Mma, T, kGroups, Unpacker>>(ctx, args, p.attention,
+                                                                            num_ctas);
+            }
+          });
         } else if constexpr (kGroups <= 8) {
           launch_fused_layer<DenseMainloop<T, kGroups>>(ctx, args, p.attention, num_ctas);
         }

@@ -17,9 +17,13 @@ constexpr int kRingBytes = 226 * 1024;  // Hopper: of the 227 KB that a CTA may 
 // producer warpgroup. Registers per thread of both:
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
+}  // namespace
+
 struct alignas(64) TensorMap {  // a CUtensorMap, made by tensor_map.cuh
   uint64_t opaque[16];
 };
+
+namespace {
 
 // The lane's ldmatrix address in a stage's rows of x. Lane l gives the address of row l % 8 of
 // matrix l / 8; a matrix has 8 rows and 8 k. With one group the four matrices cover 32 k, else 16

@@ -1,8 +1,8 @@
 // GEMMs with the weights of each pair's expert, for the pairs of moe_route:
 //   y[p] = x[row of p] W[expert of p]^T, or silu(x gate^T) * (x up^T) if W stacks gate and up.
 //
-// `expert_gemm` has weights of 16 bits (32 on the CPU), `packed_expert_gemm` has 4-bit weights in
-// the blocks of kernels/gemm/packed/packed.h. The order of additions depends on N and K only, so a
+// `expert_gemm` has weights of 16 bits (32 on the CPU), `packed_expert_gemm` has weights in the
+// blocks of kernels/gemm/packed/packed.h. The order of additions depends on N and K only, so a
 // pair's bits do not depend on the other pairs. Which experts are read is decided on the device.
 #pragma once
 
@@ -59,8 +59,8 @@ inline void check_expert_gemm(const ExpertGemmParams& p) {
 
 inline void check_packed_expert_gemm(const PackedExpertGemmParams& p) {
   check_packed_weight(p.w);
-  CHECK(p.w.nibble_planes == 1, "packed_expert_gemm: W has {} nibble planes, expected 1",
-        p.w.nibble_planes);
+  CHECK(p.w.layout.planes == 1, "packed_expert_gemm: W has {} planes, expected 1",
+        p.w.layout.planes);
   CHECK(p.stride >= p.w.num_bytes() && p.stride % 16 == 0,
         "packed_expert_gemm: experts of {} bytes are {} bytes apart, expected a multiple of 16 "
         "that is "

@@ -1,7 +1,7 @@
-// packed_expert_gemm: y[p] = x[row of p] W[expert of p]^T with 4-bit W in weight blocks (packed.h).
+// packed_expert_gemm: y[p] = x[row of p] W[expert of p]^T with W in weight blocks (packed.h).
 //
-// Roofline: the W of each chosen expert is read once, N K / 2 bytes and 3 % of scales. One token of
-// a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
+// Roofline: the W of each chosen expert is read once; int4 has N K / 2 bytes and 3 % of scales. One
+// token of a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
 //
 // Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
 // and every `splits`-th k block of 128 k. A CTA has 8 warps, so 8 / splits tiles.
@@ -25,25 +25,25 @@ struct PackedExpertArgs {
   ExpertArgs expert;
   int k_blocks, block_bytes;
   int stages;  // of a warp
-  bool bf16_scales;
+  bool scale_form;
 };
 
 // A warp tile of a weight block in shared memory.
+template <typename Unpacker>
 struct alignas(16) Stage {
-  char words[kWarpTileBytes];
-  uint16_t scales[kWarpTileRows];
-  uint8_t zeros[kWarpTileRows];
+  char codes[kWarpTileBytes<Unpacker>];
+  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, zero points
 };
 
 // Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
-template <int kGroups>
-constexpr int kStages = kGroups == 1 ? 4 : 3;
-template <int kGroups>
-constexpr int kMinBlocks = kGroups == 1 ? 4 : 1;
-
-__device__ __forceinline__ float scale_of(uint16_t bits, bool bf16) {
-  return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
-}
+template <typename Unpacker, int kGroups>
+constexpr int kStages = Unpacker::kBits == 8 ? 2
+                        : kGroups == 1       ? 4
+                                             : 3;
+template <typename Unpacker, int kGroups>
+constexpr int kMinBlocks = kGroups > 1            ? 1
+                           : Unpacker::kBits == 8 ? 3
+                                                  : 4;
 
 // Waits until at most `pending` of this thread's copies are unfinished.
 __device__ __forceinline__ void wait_for_copies(int pending) {
@@ -59,17 +59,22 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
 }
 
 // Copies a warp tile of a weight block to a stage, asynchronously. By a warp.
-template <bool kZeros>
-__device__ __forceinline__ void copy_warp_tile(Stage* stage, const char* block, int tile) {
+template <typename Unpacker>
+__device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const char* block, int tile,
+                                               bool form) {
+  constexpr int kBytes = kWarpTileBytes<Unpacker>;
   const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
   const uint32_t to = ptx::shared_address(stage) + lane * 16;
-  const char* words = block + tile * kWarpTileBytes + lane * 16;
+  const char* codes = block + tile * kBytes + lane * 16;
 #pragma unroll
-  for (int i = 0; i < kWarpTileBytes; i += 512) ptx::cp_async16(to + i, words + i);
-  if (lane < 4) {
-    ptx::cp_async16(to + kWarpTileBytes, block + kScaleOffset + row * 2 + lane * 16);
-  } else if (kZeros && lane < 6) {
-    ptx::cp_async16(to + kWarpTileBytes, block + kZeroOffset + row + (lane - 4) * 16);
+  for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
+  constexpr int kZeroLanes = Unpacker::kZeroBytes / kWarpTiles / 16;
+  const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
+  if (lane < scale_lanes) {
+    ptx::cp_async16(to + kBytes,
+                    block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + lane * 16);
+  } else if (kZeroLanes > 0 && lane < scale_lanes + kZeroLanes) {
+    ptx::cp_async16(to + kBytes, block + Unpacker::kZeroOffset + row + (lane - scale_lanes) * 16);
   }
 }
 
@@ -77,8 +82,8 @@ __device__ __forceinline__ void copy_warp_tile(Stage* stage, const char* block, 
 
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
-          bool kZeros>  // W has zero points
-__global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
+          typename Unpacker>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
     packed_expert_gemm_kernel(const __grid_constant__ PackedExpertArgs all) {
   extern __shared__ __align__(16) char shared[];
   const ExpertArgs& args = all.expert;
@@ -92,6 +97,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
   const int num_passes = (span.count + 8 * kGroups - 1) / (8 * kGroups);
   const bool stays = num_blocks <= all.stages;  // all blocks are in stages at once
   const int num_loads = stays ? num_blocks : num_passes * num_blocks;
+  using Stage = Stage<Unpacker>;
   Stage* const stages = reinterpret_cast<Stage*>(shared) + warp * all.stages;
   const char* const blocks =
       args.w + span.expert * args.stride +
@@ -100,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
   int loads = 0, load_stage = 0, load_block = split;  // the next load
   const auto load_next = [&] {
     const char* block = blocks + static_cast<int64_t>(load_block) * all.block_bytes;
-    copy_warp_tile<kZeros>(stages + load_stage, block, tile % kWarpTiles);
+    copy_warp_tile<Unpacker>(stages + load_stage, block, tile % kWarpTiles, all.scale_form);
     ptx::cp_async_commit();
     ++loads;
     if (++load_stage == all.stages) load_stage = 0;
@@ -145,24 +151,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
         __syncwarp();
       }
       const Stage& from = stages[stage];
-      uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
-      uint32_t high[2] = {high_offset<T>(8, 8), high_offset<T>(8, 8)};
-      if constexpr (kZeros) {
+      typename Unpacker::template Tile<T> tiles[2];
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const int zero = from.zeros[t * 16 + g], zero_8 = from.zeros[t * 16 + g + 8];
-          low[t] = low_offset<T>(zero);
-          high[t] = high_offset<T>(zero_8, zero);
-        }
+      for (int t = 0; t < 2; ++t) {
+        tiles[t] = Unpacker::template load_tile<T>(from.extra + Unpacker::kScaleBytes / kWarpTiles +
+                                                   t * 16 + g);
       }
       float part[2][kGroups][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint2 words = *reinterpret_cast<const uint2*>(from.words + step / 2 * kPairBytes +
-                                                            lane * 16 + step % 2 * 8);
+        const StepCodes<Unpacker> codes(from.codes, step, lane);
         uint32_t a[2][4];
-        unpack<T>(a[0], words.x, low[0], high[0]);
-        unpack<T>(a[1], words.y, low[1], high[1]);
+        Unpacker::template unpack<T>(a[0], codes.tile[0], tiles[0]);
+        Unpacker::template unpack<T>(a[1], codes.tile[1], tiles[1]);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           if (!rows.has(group)) continue;
@@ -175,8 +176,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        const float scale[2] = {scale_of(from.scales[t * 16 + g], all.bf16_scales),
-                                scale_of(from.scales[t * 16 + g + 8], all.bf16_scales)};
+        const char* place = from.extra + Unpacker::scale_place(g, all.scale_form) +
+                            2 * t * Unpacker::scale_step(all.scale_form);
+        const float scale[2] = {
+            Unpacker::load_scale(place, all.scale_form),
+            Unpacker::load_scale(place + Unpacker::scale_step(all.scale_form), all.scale_form)};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
@@ -217,21 +221,24 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
       .k_blocks = static_cast<int>(p.w.k_blocks()),
       .block_bytes = static_cast<int>(p.w.block_bytes()),
       .stages = 0,
-      .bf16_scales = p.w.scale_dtype == DType::kBF16};
+      .scale_form = scale_form(p.w.layout)};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
   const dim3 grid = expert_grid(p.rows, p.w.n, splits);
   const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= kMaxRows;
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     using T = decltype(t);
-    args.expert.alpha = 1 / kUnpackedScale<T>;
     const auto run = [&](auto groups) {
       constexpr int kGroups = decltype(groups)::value;
-      const auto kernel = p.w.zero_points ? packed_expert_gemm_kernel<T, kGroups, true>
-                                          : packed_expert_gemm_kernel<T, kGroups, false>;
-      args.stages = std::min(kStages<kGroups>, (args.k_blocks + splits - 1) / splits);
-      allow_shared_bytes(kernel, kWarps * kStages<kGroups> * sizeof(Stage));
-      launch(ctx, kernel, grid, dim3(kThreads), kWarps * args.stages * sizeof(Stage), args);
+      dispatch_unpacker(p.w.layout, [&](auto unpacker) {
+        using Unpacker = decltype(unpacker);
+        constexpr int kMost = kStages<Unpacker, kGroups>, kBytes = kWarps * sizeof(Stage<Unpacker>);
+        const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker>;
+        args.expert.alpha = 1 / Unpacker::template kFactor<T>;
+        args.stages = std::min(kMost, (args.k_blocks + splits - 1) / splits);
+        allow_shared_bytes(kernel, kMost * kBytes);
+        launch(ctx, kernel, grid, dim3(kThreads), args.stages * kBytes, args);
+      });
     };
     few ? run(IntConstant<1>{}) : run(IntConstant<4>{});
   });

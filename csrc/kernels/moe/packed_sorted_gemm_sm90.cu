@@ -28,18 +28,19 @@ struct PackedSortedArgs {
   const char* blocks;  // of expert 0
   int64_t stride;      // bytes from one expert to the next
   int block_bytes;
-  bool bf16_scales;
+  bool scale_form;
 };
 
-template <int kGroups>
-using SortedRing = PackedLargeRing<kGroups, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;
+template <typename Unpacker, int kGroups>
+using SortedRing =
+    PackedLargeRing<Unpacker, kGroups, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;
 
 // ---- kernels
 
-template <typename T, int kGroups, bool kZeros>
+template <typename T, int kGroups, typename Unpacker>
 __global__ void __launch_bounds__(kLargeThreads, 1)
     packed_sorted_kernel(const __grid_constant__ PackedSortedArgs args) {
-  using Ring = SortedRing<kGroups>;
+  using Ring = SortedRing<Unpacker, kGroups>;
   using Tiles = ExpertTiles<Ring::kRows>;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int k_block = 0; k_block < k_blocks; ++k_block) {
         ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
-        copy_half_block<kZeros>(ring, stage, blocks + int64_t{k_block} * args.block_bytes, rank,
-                                policy);
+        copy_half_block<Unpacker>(ring, stage, blocks + int64_t{k_block} * args.block_bytes, rank,
+                                  args.scale_form, policy);
         copy_half_rows(ring, stage, &args.all.x_map, at.first, k_block, rank);
         Ring::advance(stage, parity);
       }
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int left = k_blocks; left > 0; --left) {
         ptx::mbarrier_wait(ring.full(stage), parity);
-        add_half_block<T, kZeros>(sums, ring, stage, rows, args.bf16_scales, peer_empty);
+        add_half_block<T, Unpacker>(sums, ring, stage, rows, args.scale_form, peer_empty);
         Ring::advance(stage, parity);
       }
       const auto at = tiles.place(tile);
@@ -93,13 +94,13 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 
 // ---- launchers
 
-template <typename T, int kGroups, bool kZeros>
+template <typename T, int kGroups, typename Unpacker>
 void launch_sorted(const Context& ctx, const SortedRows& rows, PackedSortedArgs args) {
-  using Ring = SortedRing<kGroups>;
-  const auto kernel = packed_sorted_kernel<T, kGroups, kZeros>;
+  using Ring = SortedRing<Unpacker, kGroups>;
+  const auto kernel = packed_sorted_kernel<T, kGroups, Unpacker>;
   const int m = static_cast<int>(rows.x.size(0)), k = static_cast<int>(rows.x.size(1));
   args.all.x_map = make_map(rows.x.data(), m, k, rows.x.dtype(), Ring::kRows / 2);
-  args.all.alpha = 1 / kUnpackedScale<T>;
+  args.all.alpha = 1 / Unpacker::template kFactor<T>;
   const int clusters = num_clusters(ctx, rows, args.all.w_tiles, Ring::kRows);
   allow_shared_bytes(kernel, Ring::kBytes);
   launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kLargeThreads), Ring::kBytes, args);
@@ -113,14 +114,15 @@ void packed_sorted_gemm_sm90(const Context& ctx, const PackedSortedGemmParams& p
                         .blocks = static_cast<const char*>(p.w.blocks),
                         .stride = p.stride,
                         .block_bytes = static_cast<int>(p.w.block_bytes()),
-                        .bf16_scales = p.w.scale_dtype == DType::kBF16};
+                        .scale_form = scale_form(p.w.layout)};
   args.all.k_blocks = static_cast<int>(p.w.k_blocks());
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     dispatch_int<64, 128>("rows of a tile", rows_of_tile(p.rows), [&](auto rows) {
       using T = decltype(t);
       constexpr int kGroups = decltype(rows)::value / 8;
-      p.w.zero_points ? launch_sorted<T, kGroups, true>(ctx, p.rows, args)
-                      : launch_sorted<T, kGroups, false>(ctx, p.rows, args);
+      dispatch_unpacker(p.w.layout, [&](auto unpacker) {
+        launch_sorted<T, kGroups, decltype(unpacker)>(ctx, p.rows, args);
+      });
     });
   });
 }

@@ -43,7 +43,7 @@ static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
 // The weight blocks of a GEMM, and how they are divided among CTAs.
 struct WeightBlocks {
-  const char* blocks;   // [tiles][k_blocks], 4-bit W only
+  const char* blocks;   // [tiles][k_blocks]; null: 16-bit W
   int tiles, k_blocks;  // tiles of 256 rows; k blocks of Mainloop's size
   int block_bytes;
   int slices, slice_blocks, longer_slices;
@@ -65,7 +65,7 @@ struct alignas(64) GemmArgs : WeightBlocks {
   // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
   // rotary_kv follows, so that a lane holds both elements of a rotated pair.
   int rope_pair_stride = 1;
-  bool bf16_scales, gated;
+  bool scale_form, gated;
 };
 
 // rotary_kv after the last GEMM.

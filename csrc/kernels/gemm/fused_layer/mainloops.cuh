@@ -7,33 +7,34 @@
 
 namespace cpmcu::cuda::fused {
 
-// 4-bit W: one bulk copy loads a weight block of 256 rows x 128 k. The same stage holds 8 kGroups
-// rows of x.
-template <typename Mma, typename T, int kGroups_, bool kZeros>
+// W in weight blocks: one bulk copy loads a weight block of 256 rows x 128 k. The same stage holds
+// 8 kGroups rows of x.
+template <typename Mma, typename T, int kGroups_, typename Unpacker>
 struct PackedMainloop {
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
-  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kPackedRows : kZeroOffset;
-  static constexpr float kScale = kUnpackedScale<T>;  // factor in the sums
+  static constexpr bool kHas8Bits = Unpacker::kBits == 8;
+  static constexpr int kWeightBytes = Unpacker::kBlock + Unpacker::kExtraBytes;
+  static constexpr float kScale = Unpacker::template kFactor<T>;  // factor in the sums
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. From 32 rows on the consumers are the bottleneck, and more blocks are better.
-  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 8 ? 5 : 3;
+  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 8 && !kHas8Bits ? 5 : 3;
 
   // Weight blocks that each CTA prefetches to L2 (prefetch.cuh), 18 MB in all. One row only.
-  static constexpr int kPrefetchBlocks = kGroups == 1 ? 8 : 0;
+  static constexpr int kPrefetchBlocks = kGroups == 1 ? (kHas8Bits ? 4 : 8) : 0;
 
-  // Whether each CTA may combine its slice of x: one row only.
-  static constexpr bool kCombinesSlice = kGroups == 1;
+  // Whether each CTA may combine its slice of x: one row, and enough stages.
+  static constexpr bool kCombinesSlice = kGroups == 1 && !kHas8Bits;
 
   typename Mma::template LaneRows<kGroups> lane_rows;
-  LaneWeights lane_weights;
-  uint32_t bf16_scales;
+  LaneWeights<Unpacker> lane_weights;
+  uint32_t scale_form;
 
   __device__ __forceinline__ explicit PackedMainloop(const GemmArgs& gemm)
-      : bf16_scales(gemm.bf16_scales) {
-    ptx::opaque(bf16_scales);  // so it is not reloaded for every block
+      : lane_weights(gemm.scale_form), scale_form(gemm.scale_form) {
+    ptx::opaque(scale_form);  // so it is not reloaded for every block
   }
 
   // Byte offset of element k of row 0 in a stage; see copy_rows.
@@ -62,8 +63,8 @@ struct PackedMainloop {
   template <typename F, typename G>
   __device__ __forceinline__ void accumulate_block(float (&sums)[2][kGroups][4], uint32_t rows,
                                                    uint32_t weights, F poll, G release) const {
-    cuda::accumulate_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, lane_weights,
-                                                    bf16_scales != 0, poll, release);
+    cuda::accumulate_block<Mma, Unpacker, T, kGroups>(sums, rows, weights, lane_rows, lane_weights,
+                                                      scale_form != 0, poll, release);
   }
 };
 

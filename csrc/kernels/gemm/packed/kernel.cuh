@@ -1,20 +1,22 @@
-// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with 4-bit W (packed.h), 1 to 64 rows.
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with W in weight blocks (packed.h), 1 to
+// 64 rows.
 //
-// Roofline: W is read once, N K / 2 bytes and 3 % of scales. At 3 TB/s 4096 x 4096 takes 2.9 us and
-// 32768 x 4096 takes 23 us. The mma work hides behind that stream up to M = 32; at M = 64 it takes
-// as long.
+// Roofline: W is read once. int4 has N K / 2 bytes and 3 % of scales: at 3 TB/s 4096 x 4096 takes
+// 2.9 us and 32768 x 4096 takes 23 us. FP8 has twice the bytes and 0.4 to 3 % of scales. The mma
+// work hides behind that stream up to M = 32; at M = 64 it takes as long.
 //
 // Schedule: a CTA owns 256 rows of W and a slice of K.
-//   producer warp     weight blocks (16.9 KB, one bulk copy each) -> stages, before x is there;
+//   producer warp     weight blocks (int4: 16.9 KB; one bulk copy each) -> stages, before x is
+//   there;
 //                     rows of x by TMA, or cp.async before Hopper, once earlier kernels are done
-//   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
+//   8 consumer warps  32 rows of W each: unpack exactly, mma over 128 k, scale in float32
 //   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
 //                     owner adds them in order; without clusters: global memory, a second kernel
 // Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and an mma computes
 // each row of x separately. So a row of y has the same bits for every M.
 //
-// The surprising decision: scales never touch the weights. q - z is exact in 16 bits, so the tensor
-// cores sum (q - z) * x over the 128 k of a group. One float32 multiply-add per sum and group
+// The surprising decision: scales never touch the weights. Codes are exact in 16 bits, so the
+// tensor cores sum codes * x over 128 k. One float32 multiply-add per sum and block
 // applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
 #pragma once
 
@@ -49,11 +51,11 @@ constexpr int kMaxThreads = kOverlaps<kGroups> ? 640 : kAllThreads<Mma, kGroups>
 
 template <typename Mma, typename T,  // __half or __nv_bfloat16
           int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
-          bool kZeros>               // W has zero points
+          typename Unpacker>
 __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
-    packed_gemm_kernel(const __grid_constant__ Args args) {
+    packed_gemm_kernel(const __grid_constant__ PackedGemmArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  using Ring = PackedRing<kGroups>;
+  using Ring = PackedRing<Unpacker, kGroups>;
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring(shared, barriers, args.stages);
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   ptx::pdl_wait();
 
   const typename Mma::template LaneRows<kGroups> lane_rows;
-  const LaneWeights lane_weights;
+  const LaneWeights<Unpacker> lane_weights(args.scale_form);
   auto stage = ring.stage(0);
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
@@ -126,8 +128,8 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
         is_full = ptx::mbarrier_try_wait(stage.full, stage.parity, left > 1);
       };
       const auto release = [&] { arrive<kGroups>(current.empty()); };
-      accumulate_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
-                                                lane_weights, args.bf16_scales, poll, release);
+      accumulate_block<Mma, Unpacker, T, kGroups>(sums, current.rows, current.weights(), lane_rows,
+                                                  lane_weights, args.scale_form, poll, release);
       if (--left == 0) break;
       ptx::mbarrier_wait(stage.full, stage.parity, is_full);
     }
@@ -148,7 +150,8 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 
 // Adds the slices if there are no clusters.
 template <typename T>
-__global__ void __launch_bounds__(256) packed_add_slices_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(256)
+    packed_add_slices_kernel(const __grid_constant__ PackedGemmArgs args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
@@ -183,12 +186,12 @@ int threads_of_most_registers(Kernel kernel, int threads) {
   return (warps + threads / 32) * of_warp <= kRegisters ? 32 * warps : INT_MAX;
 }
 
-template <typename Mma, typename T, int kGroups, bool kZeros>
-void launch_packed_kernel(const Context& ctx, Args args) {
-  constexpr int kStageBytes = PackedRing<kGroups>::kStageBytes;
-  const auto kernel = packed_gemm_kernel<Mma, T, kGroups, kZeros>;
+template <typename Mma, typename T, int kGroups, typename Unpacker>
+void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
+  constexpr int kStageBytes = PackedRing<Unpacker, kGroups>::kStageBytes;
+  const auto kernel = packed_gemm_kernel<Mma, T, kGroups, Unpacker>;
   const bool clusters = has_clusters(ctx.code_capability);
-  args.alpha /= kUnpackedScale<T>;
+  args.alpha /= Unpacker::template kFactor<T>;
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   for (int i = 0; i <= args.slices; ++i) {
@@ -230,20 +233,16 @@ void launch_packed_kernel(const Context& ctx, Args args) {
   }
 }
 
-template <typename Mma, typename T, int kGroups>
-void launch_packed(const Context& ctx, const Args& args) {
-  const bool zeros = args.block_bytes > kZeroOffset;
-  zeros ? launch_packed_kernel<Mma, T, kGroups, true>(ctx, args)
-        : launch_packed_kernel<Mma, T, kGroups, false>(ctx, args);
-}
-
 // MmaOf<kGroups>: the multiplication policy of the kernel for kGroups groups of 8 rows.
 template <template <int> typename MmaOf>
-void launch_packed_rows(const Context& ctx, DType dtype, const Args& args) {
+void launch_packed_rows(const Context& ctx, const PackedLayout& layout, DType dtype,
+                        const PackedGemmArgs& args) {
   dispatch_half(dtype, [&](auto t) {
     dispatch_int<1, 2, 4, 8>("groups of rows", row_groups(args.m), [&](auto groups) {
       constexpr int kGroups = decltype(groups)::value;
-      launch_packed<MmaOf<kGroups>, decltype(t), kGroups>(ctx, args);
+      dispatch_unpacker(layout, [&](auto unpacker) {
+        launch_packed_kernel<MmaOf<kGroups>, decltype(t), kGroups, decltype(unpacker)>(ctx, args);
+      });
     });
   });
 }

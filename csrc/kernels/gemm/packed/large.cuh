@@ -1,5 +1,5 @@
-// Shared by the Hopper GEMMs of many rows with 4-bit W: the stages, a producer's copies, and the
-// multiplication of half a weight block.
+// Shared by the Hopper GEMMs of many rows with W in weight blocks: the stages, a producer's copies,
+// and the multiplication of half a weight block.
 #pragma once
 
 #include "kernels/gemm/large_tiles.cuh"
@@ -9,39 +9,47 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Half of a weight block, 128 rows of W, with room for zero points.
-constexpr int kHalfRows = kPackedRows / 2, kHalfWords = kScaleOffset / 2;
-constexpr int kHalfScales = 2 * kHalfRows, kHalfZeros = kHalfRows;
-constexpr int kHalfBytes = kHalfWords + 512;
-static_assert(kHalfScales + kHalfZeros <= 512);
+// Half of a weight block, 128 rows of W: codes, then 512 bytes for scales and zero points.
+constexpr int kHalfRows = kPackedRows / 2;
+template <typename Unpacker>
+constexpr int kHalfCodes = kScaleOffset<Unpacker> / 2;
+template <typename Unpacker>
+constexpr int kHalfBytes = kHalfCodes<Unpacker> + 512;
 
 // Tiles have 8 kGroups rows of x.
-template <int kGroups, int kOutBytes, int kBudget = kRingBytes>
-struct PackedLargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kOutBytes, kBudget> {
-  using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kOutBytes, kBudget>;
+template <typename Unpacker, int kGroups, int kOutBytes, int kBudget = kRingBytes>
+struct PackedLargeRing
+    : LargeRing<8 * kGroups * kRowBytes, kHalfBytes<Unpacker>, kOutBytes, kBudget> {
+  using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes<Unpacker>, kOutBytes, kBudget>;
   using Base::Base;
   static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
   static constexpr int kXBytes = kRows * kRowBytes;
-  static_assert(kRows * kLargeRowBytes <= kOutBytes);
+  static_assert(kRows * kLargeRowBytes <= kOutBytes && Base::kStages > 1);
+  static_assert(Unpacker::kExtraBytes / 2 <= 512);
 
-  __device__ __forceinline__ uint32_t words(int stage) const { return Base::weights(stage); }
-  __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kHalfWords; }
-  __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kHalfScales; }
+  __device__ __forceinline__ uint32_t codes(int stage) const { return Base::weights(stage); }
+  __device__ __forceinline__ uint32_t scales(int stage) const {
+    return codes(stage) + kHalfCodes<Unpacker>;
+  }
+  __device__ __forceinline__ uint32_t zeros(int stage) const {
+    return scales(stage) + Unpacker::kScaleBytes / 2;
+  }
 };
 
 // The copies of one stage by the producer thread of CTA `rank` of a cluster: its half of a weight
 // block; half of the rows of x, for both CTAs.
-template <bool kZeros, typename Ring>
+template <typename Unpacker, typename Ring>
 __device__ __forceinline__ void copy_half_block(const Ring& ring, int stage, const char* block,
-                                                int rank, uint64_t policy) {
-  constexpr int kComes = kHalfWords + kHalfScales + (kZeros ? kHalfZeros : 0);
+                                                int rank, bool form, uint64_t policy) {
+  constexpr int kCodes = kHalfCodes<Unpacker>, kZeros = Unpacker::kZeroBytes / 2;
+  const int scale_bytes = Unpacker::scale_bytes(form) / 2;
   const auto copy = [&](uint32_t to, int offset, int bytes) {
     ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
   };
-  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kComes);
-  copy(ring.words(stage), 0, kHalfWords);
-  copy(ring.scales(stage), kScaleOffset, kHalfScales);
-  if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, kHalfZeros);
+  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + kZeros);
+  copy(ring.codes(stage), 0, kCodes);
+  copy(ring.scales(stage), kScaleOffset<Unpacker>, scale_bytes);
+  if constexpr (kZeros > 0) copy(ring.zeros(stage), Unpacker::kZeroOffset, kZeros);
 }
 template <typename Ring>
 __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, const TensorMap* x_map,
@@ -64,46 +72,45 @@ struct HalfBlockRows {
 };
 
 // A lane's part of a consumer warp's 16 rows of half a weight block, one m16 tile of a warp tile.
-template <typename T>
+template <typename Unpacker, typename T>
 struct HalfBlockFragment {
   float scale[2];
-  uint32_t low, high, words[4][2];
+  typename Unpacker::template Tile<T> tile;
+  typename Unpacker::Fragment codes[4][2];
 
-  template <bool kZeros, typename Ring>
+  template <typename Ring>
   __device__ __forceinline__ void load(const Ring& ring, int stage, const HalfBlockRows& rows,
-                                       bool bf16_scales) {
-    int zero[2] = {8, 8};
+                                       bool form) {
+    const int place = Unpacker::scale_place(rows.first, form), step = Unpacker::scale_step(form);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      scale[half] = load_scale(ring.scales(stage) + 2 * (rows.first + half * 8), bf16_scales);
-      if constexpr (kZeros) {
-        zero[half] = ptx::load_shared_byte(ring.zeros(stage) + rows.first + half * 8);
-      }
+      scale[half] = Unpacker::load_scale(ring.scales(stage) + place + half * step, form);
     }
-    low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
+    tile = Unpacker::template load_tile<T>(ring.zeros(stage) + rows.first);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const uint4 both = ptx::load_shared16(ring.words(stage) + rows.warp_tile * kWarpTileBytes +
-                                            pair * kPairBytes + rows.lane * 16);
-      words[pair][0] = rows.second ? both.y : both.x;
-      words[pair][1] = rows.second ? both.w : both.z;
+      CodePair<Unpacker> both;
+      both.load(ring.codes(stage) + rows.warp_tile * kWarpTileBytes<Unpacker> +
+                pair * kPairBytes<Unpacker> + rows.lane * 16);
+      codes[pair][0] = both.at(0, rows.second);
+      codes[pair][1] = both.at(1, rows.second);
     }
   }
 };
 
 // Multiplies a consumer warp's rows of half a weight block by the rows of x and adds the products
 // to `sums`. Then releases the stage, which must have arrived before the call.
-template <typename T, bool kZeros, typename Ring, int kGroups>
+template <typename T, typename Unpacker, typename Ring, int kGroups>
 __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const Ring& ring,
-                                               int stage, const HalfBlockRows& rows,
-                                               bool bf16_scales, uint32_t peer_empty) {
-  HalfBlockFragment<T> w;
-  w.template load<kZeros>(ring, stage, rows, bf16_scales);
+                                               int stage, const HalfBlockRows& rows, bool form,
+                                               uint32_t peer_empty) {
+  HalfBlockFragment<Unpacker, T> w;
+  w.load(ring, stage, rows, form);
   float part[1][kGroups][4];
   WgmmaOf<1>::multiply_fragments<T, kGroups>(
       part, ring.rows(stage),
       [&](uint32_t (&a)[4], int pair, int step, int) {
-        unpack<T>(a, w.words[pair][step], w.low, w.high);
+        Unpacker::template unpack<T>(a, w.codes[pair][step], w.tile);
       },
       [] {});
   ring.release(stage, peer_empty);

@@ -5,10 +5,12 @@
 namespace cpmcu::cuda {
 
 #ifdef CPMCU_SM90
-// packed_gemm_sm90.cu. `args` is its copy of this file's Args.
-void packed_gemm_sm90(const Context& ctx, DType dtype, const void* args);
+// packed_gemm_sm90.cu
+void packed_gemm_sm90(const Context& ctx, const PackedLayout& layout, DType dtype,
+                      PackedGemmArgs args);
 // packed_large_sm90.cu
-bool packed_gemm_large_sm90(const Context& ctx, DType dtype, const void* args);
+bool packed_gemm_large_sm90(const Context& ctx, const PackedLayout& layout, DType dtype,
+                            const PackedGemmArgs& args);
 #endif
 
 template <int>
@@ -17,20 +19,20 @@ using AnyMma = MmaSync;
 void packed_gemm(const Context& ctx, const PackedGemmParams& params) {
   check_packed_gemm(params);
   const PackedWeight& w = params.w;
-  Args args{.blocks = static_cast<const char*>(w.blocks),
-            .partials = params.scratch.as<float>(),
-            .n = static_cast<int>(w.n),
-            .k = static_cast<int>(w.k),
-            .tiles = static_cast<int>(w.row_blocks()),
-            .k_blocks = static_cast<int>(w.k_blocks()),
-            .plane_k_blocks = static_cast<int>(w.k_blocks() / w.nibble_planes),
-            .block_bytes = static_cast<int>(w.block_bytes()),
-            .slices = w.slices(),
-            .bf16_scales = w.scale_dtype == DType::kBF16,
-            .float_out = params.y.dtype() == DType::kF32,
-            .gated = w.gated,
-            .alpha = params.alpha,
-            .beta = params.beta};
+  PackedGemmArgs args{.blocks = static_cast<const char*>(w.blocks),
+                      .partials = params.scratch.as<float>(),
+                      .n = static_cast<int>(w.n),
+                      .k = static_cast<int>(w.k),
+                      .tiles = static_cast<int>(w.row_blocks()),
+                      .k_blocks = static_cast<int>(w.k_blocks()),
+                      .plane_k_blocks = static_cast<int>(w.k_blocks() / w.layout.planes),
+                      .block_bytes = static_cast<int>(w.block_bytes()),
+                      .slices = w.slices(),
+                      .scale_form = scale_form(w.layout),
+                      .float_out = params.y.dtype() == DType::kF32,
+                      .gated = w.gated,
+                      .alpha = params.alpha,
+                      .beta = params.beta};
   const int64_t m = params.x.size(0);
 #ifdef CPMCU_SM90
   // The kernel for many rows writes 16 bytes of a row at a time.
@@ -39,7 +41,7 @@ void packed_gemm(const Context& ctx, const PackedGemmParams& params) {
     args.y = params.y.data();
     args.x = params.x.data();
     args.m = static_cast<int>(m);
-    if (packed_gemm_large_sm90(ctx, params.x.dtype(), &args)) return;
+    if (packed_gemm_large_sm90(ctx, w.layout, params.x.dtype(), args)) return;
   }
 #endif
   for (int64_t row = 0; row < m; row += kMaxRows) {
@@ -49,11 +51,11 @@ void packed_gemm(const Context& ctx, const PackedGemmParams& params) {
     args.m = static_cast<int>(rows);
 #ifdef CPMCU_SM90
     if (ctx.compute_capability == 90) {
-      packed_gemm_sm90(ctx, params.x.dtype(), &args);
+      packed_gemm_sm90(ctx, w.layout, params.x.dtype(), args);
       continue;
     }
 #endif
-    launch_packed_rows<AnyMma>(ctx, params.x.dtype(), args);
+    launch_packed_rows<AnyMma>(ctx, w.layout, params.x.dtype(), args);
   }
 }
 

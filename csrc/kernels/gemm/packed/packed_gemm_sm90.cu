@@ -17,10 +17,10 @@ using HopperMma = std::conditional_t<kGroups <= 2, MappedMmaSync, WgmmaOf<2>>;
 
 }  // namespace
 
-void packed_gemm_sm90(const Context& ctx, DType dtype, const void* args) {
-  Args mapped = *static_cast<const Args*>(args);
-  mapped.x_map = make_map(mapped.x, mapped.m, mapped.k, dtype, 8 * row_groups(mapped.m));
-  launch_packed_rows<HopperMma>(ctx, dtype, mapped);
+void packed_gemm_sm90(const Context& ctx, const PackedLayout& layout, DType dtype,
+                      PackedGemmArgs args) {
+  args.x_map = make_map(args.x, args.m, args.k, dtype, 8 * row_groups(args.m));
+  launch_packed_rows<HopperMma>(ctx, layout, dtype, args);
 }
 
 }  // namespace cpmcu::cuda

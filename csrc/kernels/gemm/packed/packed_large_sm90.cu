@@ -28,18 +28,19 @@ namespace cpmcu::cuda {
 namespace {
 
 // The area behind the stages holds a warpgroup's float32 sums between slices, and then rows of y.
-template <int kGroups>
-using SliceRing = PackedLargeRing<kGroups, kGroups * 128 * 16>;
+template <typename Unpacker, int kGroups>
+using SliceRing = PackedLargeRing<Unpacker, kGroups, kGroups * 128 * 16>;
 
 // Producer thread of CTA `rank` of a cluster. The first weights are loaded before x is there.
-template <bool kZeros, int kGroups>
-__device__ __forceinline__ void produce_large(const Args& args, const SliceRing<kGroups>& ring,
+template <typename Unpacker, int kGroups>
+__device__ __forceinline__ void produce_large(const PackedGemmArgs& args,
+                                              const SliceRing<Unpacker, kGroups>& ring,
                                               const LargeTiles& tiles, int rank) {
-  using Ring = SliceRing<kGroups>;
+  using Ring = SliceRing<Unpacker, kGroups>;
   const uint64_t policy = ptx::evict_first_policy();
   const auto produce_weights = [&](int stage, int tile, int k_block) {
     const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
-    copy_half_block<kZeros>(ring, stage, block, rank, policy);
+    copy_half_block<Unpacker>(ring, stage, block, rank, args.scale_form, policy);
   };
   const auto produce_rows = [&](int stage, int tile, int k_block) {
     if (k_block >= args.plane_k_blocks) k_block -= args.plane_k_blocks;
@@ -91,10 +92,10 @@ __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t sh
 
 // ---- kernels
 
-template <typename T, int kGroups, bool kZeros>
+template <typename T, int kGroups, typename Unpacker>
 __global__ void __launch_bounds__(kLargeThreads, 1)
-    packed_large_kernel(const __grid_constant__ Args args, int x_tiles) {
-  using Ring = SliceRing<kGroups>;
+    packed_large_kernel(const __grid_constant__ PackedGemmArgs args, int x_tiles) {
+  using Ring = SliceRing<Unpacker, kGroups>;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   const Ring ring(shared, barriers);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int left = args.k_blocks; left > 0; --left) {
         ptx::mbarrier_wait(ring.full(stage), parity);
-        add_half_block<T, kZeros>(sums, ring, stage, rows, args.bf16_scales, peer_empty);
+        add_half_block<T, Unpacker>(sums, ring, stage, rows, args.scale_form, peer_empty);
         Ring::advance(stage, parity);
         if (--left_of_slice == 0 && args.slices > 1) {
           add_slice(sums, ring.out(warpgroup), slice == 0, left == 1);
@@ -132,19 +133,19 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       }
     }
   };
-  run_large(ring, [&] { produce_large<kZeros>(args, ring, tiles, rank); }, multiply);
+  run_large(ring, [&] { produce_large<Unpacker>(args, ring, tiles, rank); }, multiply);
 }
 
 // ---- launchers
 
-template <typename T, int kGroups, bool kZeros>
-void launch_large(const Context& ctx, DType dtype, Args args) {
-  using Ring = SliceRing<kGroups>;
-  const auto kernel = packed_large_kernel<T, kGroups, kZeros>;
+template <typename T, int kGroups, typename Unpacker>
+void launch_large(const Context& ctx, DType dtype, PackedGemmArgs args) {
+  using Ring = SliceRing<Unpacker, kGroups>;
+  const auto kernel = packed_large_kernel<T, kGroups, Unpacker>;
   const int x_tiles = (args.m + Ring::kRows - 1) / Ring::kRows;
   const int clusters = std::min(ctx.sm_count / 2, args.tiles * x_tiles);
   args.x_map = make_map(args.x, args.m, args.k, dtype, Ring::kRows / 2);
-  args.alpha /= kUnpackedScale<T>;
+  args.alpha /= Unpacker::template kFactor<T>;
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   allow_shared_bytes(kernel, Ring::kBytes);
@@ -154,11 +155,11 @@ void launch_large(const Context& ctx, DType dtype, Args args) {
 
 // Estimated microseconds on an H100: of this kernel with tiles of `rows` rows of x, and of the
 // other kernels with 64 rows a pass. The choice changes no bit of y.
-double time_of_tiles(const Context& ctx, const Args& args, int rows) {
+double time_of_tiles(const Context& ctx, const PackedGemmArgs& args, int rows) {
   const int clusters = ctx.sm_count / 2, tiles = args.tiles * ((args.m + rows - 1) / rows);
   return 3 + (rows == 64 ? 0.55 : 0.8) * args.k_blocks * ((tiles + clusters - 1) / clusters);
 }
-double time_of_passes(const Args& args) {
+double time_of_passes(const PackedGemmArgs& args) {
   const int blocks = args.tiles * args.k_blocks;
   const double pass = args.slices > 1 ? 5 + 0.0078 * blocks : 2.5 + 0.0068 * blocks;
   return pass * ((args.m + kMaxRows - 1) / kMaxRows);
@@ -167,17 +168,17 @@ double time_of_passes(const Args& args) {
 }  // namespace
 
 // Returns whether it launched the GEMM; false if the other kernels are faster.
-bool packed_gemm_large_sm90(const Context& ctx, DType dtype, const void* of) {
-  const Args& args = *static_cast<const Args*>(of);
+bool packed_gemm_large_sm90(const Context& ctx, const PackedLayout& layout, DType dtype,
+                            const PackedGemmArgs& args) {
   const double by_64 = time_of_tiles(ctx, args, 64), by_128 = time_of_tiles(ctx, args, 128);
   if (time_of_passes(args) < std::min(by_64, by_128)) return false;
-  const bool zeros = args.block_bytes > kZeroOffset;
   dispatch_half(dtype, [&](auto t) {
     dispatch_int<8, 16>("groups of rows", by_64 < by_128 ? 8 : 16, [&](auto groups) {
       using T = decltype(t);
       constexpr int kGroups = decltype(groups)::value;
-      zeros ? launch_large<T, kGroups, true>(ctx, dtype, args)
-            : launch_large<T, kGroups, false>(ctx, dtype, args);
+      dispatch_unpacker(layout, [&](auto unpacker) {
+        launch_large<T, kGroups, decltype(unpacker)>(ctx, dtype, args);
+      });
     });
   });
   return true;

@@ -1,4 +1,4 @@
-// Conversion to and from the packed layout of packed.h: from checkpoints' layouts, from dense rows,
+// Conversion to and from int4 weight blocks (layout.h): from checkpoints' layouts, from dense rows,
 // and back to dense rows.
 //
 // Roofline: bytes read plus bytes written. All of it runs at load, except packed_dequantize, which
@@ -15,11 +15,23 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/gemm/packed/block.cuh"
+#include "kernels/gemm/packed/code8_pack.cuh"
+#include "kernels/gemm/packed/int4_pack.h"
 
 namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+
+// An int4 block: the codes of a warp tile, two k steps after another, then scales and zero points.
+constexpr int kPairBytes = 512, kWarpTileBytes = kPackedK / 32 * kPairBytes;
+constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes;
+constexpr int kZeroOffset = kScaleOffset + 2 * kPackedRows;
+
+// The word of k step `step` and m16 tile `tile` among the 16 bytes of a lane.
+__device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int tile) {
+  return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
+}
 
 struct PackArgs {
   char* blocks;
@@ -135,7 +147,7 @@ struct QuantizeArgs {
   char* blocks;
   const void* x;     // [rows, K]
   const int* index;  // [N] or null
-  int n, k, k_blocks, nibble_planes;
+  int n, k, k_blocks, planes;
   int64_t block_bytes;
   bool bf16_scales;
 };
@@ -152,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row_block = blockIdx.y / (kPackedRows / kRows);
   const int first = blockIdx.y % (kPackedRows / kRows) * kRows;  // row within the weight block
   const auto block_of = [&](int plane) {
-    const int k_block = plane * (p.k_blocks / p.nibble_planes) + blockIdx.x;
+    const int k_block = plane * (p.k_blocks / p.planes) + blockIdx.x;
     return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   };
   for (int i = warp; i < kRows; i += kThreads / 32) {
@@ -167,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int offset = 16; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, offset));
     }
-    const int top = p.nibble_planes == 1 ? 7 : 119;
+    const int top = p.planes == 1 ? 7 : 119;
     const float exact = largest / static_cast<float>(top);
     const float scale = p.bf16_scales ? to_float(from_float<__nv_bfloat16>(exact))
                                       : to_float(from_float<__half>(exact));
@@ -176,8 +188,8 @@ __global__ void __launch_bounds__(kThreads)
       level[i][j * 32 + lane] = static_cast<int8_t>(
           fminf(fmaxf(steps, static_cast<float>(-top)), static_cast<float>(top)));
     }
-    if (lane < p.nibble_planes) {
-      const float plane_scale = lane < p.nibble_planes - 1 ? 16 * scale : scale;
+    if (lane < p.planes) {
+      const float plane_scale = lane < p.planes - 1 ? 16 * scale : scale;
       uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kScaleOffset);
       const __half half = from_float<__half>(plane_scale);
       const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(plane_scale);
@@ -188,12 +200,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   // These rows have 256 words: every other one of the 512 of their warp tile.
   const int tile = first / 16 % 2, word = first / kWarpTileRows * 512 + threadIdx.x * 2 + tile;
-  for (int plane = 0; plane < p.nibble_planes; ++plane) {
+  for (int plane = 0; plane < p.planes; ++plane) {
     uint32_t bits = 0;
     for (int i = 0; i < 8; ++i) {
       const Place at = place_of(word, i);
       const int value = level[at.row - first][at.k], high = (value + 8) >> 4;
-      const int q = p.nibble_planes == 1 ? value : plane == 0 ? high : value - 16 * high;
+      const int q = p.planes == 1 ? value : plane == 0 ? high : value - 16 * high;
       bits |= static_cast<uint32_t>(q + 8) << (4 * i);
     }
     reinterpret_cast<uint32_t*>(block_of(plane))[word] = bits;
@@ -203,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
 struct DequantizeArgs {
   void* out;  // [rows, K]
   const char* blocks;
-  int first_row, rows, k, k_blocks, nibble_planes;
+  int first_row, rows, k, k_blocks, planes;
   int64_t block_bytes;
   bool zero_points, bf16_scales;
 };
@@ -240,10 +252,10 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const auto block_of = [&](int plane) {
-    const int k_block = plane * (p.k_blocks / p.nibble_planes) + static_cast<int>(blockIdx.x);
+    const int k_block = plane * (p.k_blocks / p.planes) + static_cast<int>(blockIdx.x);
     return p.blocks + (int64_t{warp_tile / kWarpTiles} * p.k_blocks + k_block) * p.block_bytes;
   };
-  const char* block = block_of(p.nibble_planes - 1);
+  const char* block = block_of(p.planes - 1);
   const int at = warp_tile % kWarpTiles * kWarpTileBytes + lane * 16;
   uint4 words[4], high_words[4];  // two k steps each
 #pragma unroll
@@ -343,10 +355,10 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
                           .n = static_cast<int>(w.n),
                           .k = static_cast<int>(w.k),
                           .k_blocks = static_cast<int>(w.k_blocks()),
-                          .nibble_planes = w.nibble_planes,
+                          .planes = w.layout.planes,
                           .block_bytes = w.block_bytes(),
-                          .bf16_scales = w.scale_dtype == DType::kBF16};
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
+                          .bf16_scales = w.layout.scale_dtype == DType::kBF16};
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.layout.planes),
                   static_cast<unsigned>(w.row_blocks() * (kPackedRows / 16)));
   dispatch_half(params.x.dtype(), [&](auto t) {
     launch(ctx, packed_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
@@ -355,6 +367,9 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
 
 void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params) {
   check_packed_dequantize(params);
+  if (params.w.layout.codes == Codes::kE4m3) return dequantize_e4m3(ctx, params);
+  CHECK(params.w.layout.codes == Codes::kInt4,
+        "packed_dequantize: a layout from outside has no CUDA kernels");
   const PackedWeight& w = params.w;
   const int64_t rows = params.out.size(0);
   const DequantizeArgs args{.out = params.out.data(),
@@ -363,18 +378,18 @@ void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params)
                             .rows = static_cast<int>(rows),
                             .k = static_cast<int>(w.k),
                             .k_blocks = static_cast<int>(w.k_blocks()),
-                            .nibble_planes = w.nibble_planes,
+                            .planes = w.layout.planes,
                             .block_bytes = w.block_bytes(),
-                            .zero_points = w.zero_points,
-                            .bf16_scales = w.scale_dtype == DType::kBF16};
+                            .zero_points = w.layout.zero_points,
+                            .bf16_scales = w.layout.scale_dtype == DType::kBF16};
   const int64_t warp_tiles = (params.first_row + rows + kWarpTileRows - 1) / kWarpTileRows -
                              params.first_row / kWarpTileRows;
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.layout.planes),
                   static_cast<unsigned>((warp_tiles + kWarpTiles - 1) / kWarpTiles));
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx,
-           w.nibble_planes == 2 ? packed_dequantize_kernel<T, true>
+           w.layout.planes == 2 ? packed_dequantize_kernel<T, true>
                                 : packed_dequantize_kernel<T, false>,
            grid, dim3(kThreads), 0, args);
   });

@@ -9,13 +9,16 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kMaxStages = 12;
-constexpr int kBlockBytes = 17 * 1024;  // room for a block with zero points; keeps x aligned
+// Room for a block; keeps x aligned.
+template <typename Unpacker>
+constexpr int kBlockRoom = (Unpacker::kBlock + Unpacker::kExtraBytes + 1023) / 1024 * 1024;
 
 // Stages in shared memory: rows of x, then a weight block. Barriers: full (both have arrived),
 // empty (all consumer warps are done with the stage).
-template <int kGroups>
+template <typename Unpacker, int kGroups>
 struct PackedRing {
-  static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  static constexpr int kXBytes = 8 * kGroups * kRowBytes,
+                       kStageBytes = kXBytes + kBlockRoom<Unpacker>;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
   uint32_t end;  // end of the barriers in use
@@ -55,10 +58,10 @@ constexpr int kLoadsLeftAtTrigger = kGroups == 1 ? 3 : 0;
 // done. Before that it loads at most early_stages stages of weights, because rows of x queue behind
 // them, and prefetches the next early_l2_blocks to L2. k blocks [first_block, first_block +
 // blocks_of_tile) of each tile.
-template <typename Mma, int kGroups>
-__device__ __forceinline__ void produce(const Args& args, const PackedRing<kGroups>& ring,
-                                        int first_tile, int tile_step, int first_block,
-                                        int blocks_of_tile) {
+template <typename Mma, typename Unpacker, int kGroups>
+__device__ __forceinline__ void produce(const PackedGemmArgs& args,
+                                        const PackedRing<Unpacker, kGroups>& ring, int first_tile,
+                                        int tile_step, int first_block, int blocks_of_tile) {
   const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
@@ -67,7 +70,7 @@ __device__ __forceinline__ void produce(const Args& args, const PackedRing<kGrou
   if (left <= kLoadsLeftAtTrigger<kGroups>) ptx::pdl_launch();
   int tile = first_tile, weights_block = first_block, rows_block = first_block;  // the next loads
 
-  using Stage = typename PackedRing<kGroups>::Stage;
+  using Stage = typename PackedRing<Unpacker, kGroups>::Stage;
   const auto next_weights = [&] {
     return args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
   };

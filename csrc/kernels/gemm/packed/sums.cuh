@@ -8,6 +8,30 @@
 #include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
+
+// Of the kernels of packed_gemm, in all its files.
+struct PackedGemmArgs {
+  TensorMap x_map;     // used if Mma::kTensorMap
+  void* y;             // [M, N], T or float32; gated: [M, N / 2]
+  const void* x;       // [M, K]
+  const char* blocks;  // [tiles][k_blocks]
+  float* partials;     // null with clusters
+  int m, n, k;
+  int tiles;           // tiles of 256 rows
+  int rounds;          // tiles of a CTA; some CTAs have one less
+  int k_blocks;        // k blocks of 128, all planes
+  int plane_k_blocks;  // k blocks of a plane; x restarts after each plane
+  int block_bytes;
+  int slices;
+  int slice_blocks, longer_slices;  // k blocks of a slice; slices with one more
+  uint8_t first_m16_tile[9];        // see SliceReceiver
+  int stages;
+  // Weight blocks requested before x arrives: to stages, and further ones to L2.
+  int early_stages, early_l2_blocks;
+  bool scale_form, float_out, gated;
+  float alpha, beta;
+};
+
 namespace {
 
 constexpr int kM16Tiles = 2 * kWarps;  // m16 tiles of a weight block
@@ -19,28 +43,6 @@ constexpr bool has_clusters(int capability) { return capability >= 90 && capabil
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 #define CPMCU_SLICE_CLUSTERS
 #endif
-
-struct Args {
-  TensorMap x_map;     // used if Mma::kTensorMap
-  void* y;             // [M, N], T or float32; gated: [M, N / 2]
-  const void* x;       // [M, K]
-  const char* blocks;  // [tiles][k_blocks]
-  float* partials;     // null with clusters
-  int m, n, k;
-  int tiles;           // tiles of 256 rows
-  int rounds;          // tiles of a CTA; some CTAs have one less
-  int k_blocks;        // k blocks of 128, all nibble planes
-  int plane_k_blocks;  // k blocks of a nibble plane; x restarts after each plane
-  int block_bytes;
-  int slices;
-  int slice_blocks, longer_slices;  // k blocks of a slice; slices with one more
-  uint8_t first_m16_tile[9];        // see SliceReceiver
-  int stages;
-  // Weight blocks requested before x arrives: to stages, and further ones to L2.
-  int early_stages, early_l2_blocks;
-  bool bf16_scales, float_out, gated;
-  float alpha, beta;
-};
 
 // Arrivals of a consumer warp at a barrier: one a warp, or one a lane. One a lane makes small
 // matrices 2 % faster at 32 and 64 rows, and up to 6 % slower at fewer. NOTE: with one a warp,
@@ -59,19 +61,19 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 // rows a general epilogue takes 3 us more than one specialised for the type of y. So the type is
 // tested once, outside the loops.
 
-// alpha * value + beta * old; args.alpha includes 1 / kUnpackedScale.
-__device__ __forceinline__ float updated(const Args& args, float value, float old) {
+// alpha * value + beta * old; args.alpha includes 1 / kFactor.
+__device__ __forceinline__ float updated(const PackedGemmArgs& args, float value, float old) {
   value = __fmul_rn(args.alpha, value);
   return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
 }
-__device__ __forceinline__ float gated_value(const Args& args, float gate, float up) {
+__device__ __forceinline__ float gated_value(const PackedGemmArgs& args, float gate, float up) {
   gate = __fmul_rn(args.alpha, gate);
   return silu(gate) * __fmul_rn(args.alpha, up);
 }
 
 // Stores one output: from stored rows n and n + 8 of a gated W, else from n alone.
 template <typename T>
-__device__ __forceinline__ void store_value(const Args& args, int row, int n, float sum,
+__device__ __forceinline__ void store_value(const PackedGemmArgs& args, int row, int n, float sum,
                                             float sum_8) {
   if (row >= args.m || n >= args.n) return;
   int64_t at = int64_t{row} * args.n + n;
@@ -90,7 +92,7 @@ __device__ __forceinline__ void store_value(const Args& args, int row, int n, fl
   }
 }
 template <typename T>
-__device__ __forceinline__ void store_pair(const Args& args, int row, int n, float sum,
+__device__ __forceinline__ void store_pair(const PackedGemmArgs& args, int row, int n, float sum,
                                            float sum_8) {
   store_value<T>(args, row, n, sum, sum_8);
   if (!args.gated) store_value<T>(args, row, n + 8, sum_8, 0);
@@ -99,8 +101,8 @@ __device__ __forceinline__ void store_pair(const Args& args, int row, int n, flo
 // Stores a lane's sums of a whole tile: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n +
 // 16, n + 24 of W.
 template <typename Y, bool kGated, int kGroups>
-__device__ __forceinline__ void store_whole(const Args& args, const float (&sums)[2][kGroups][4],
-                                            int n) {
+__device__ __forceinline__ void store_whole(const PackedGemmArgs& args,
+                                            const float (&sums)[2][kGroups][4], int n) {
   const int columns = kGated ? args.n / 2 : args.n;
   const int q2 = threadIdx.x % 4 * 2;
   Y* y = static_cast<Y*>(args.y) + int64_t{q2} * columns + (kGated ? n / 16 * 8 + n % 8 : n);
@@ -136,8 +138,8 @@ __device__ __forceinline__ void each_pair(const float (&sums)[2][kGroups][4], in
   }
 }
 template <typename T, int kGroups>
-__device__ __forceinline__ void store_sums(const Args& args, const float (&sums)[2][kGroups][4],
-                                           int n0) {
+__device__ __forceinline__ void store_sums(const PackedGemmArgs& args,
+                                           const float (&sums)[2][kGroups][4], int n0) {
   const int n = n0 + static_cast<int>(threadIdx.x) / 32 * 32 + threadIdx.x % 32 / 4;
   if (n0 + kPackedRows <= args.n && args.beta == 0 && !args.float_out) {
     args.gated ? store_whole<T, true>(args, sums, n) : store_whole<T, false>(args, sums, n);
@@ -164,7 +166,7 @@ struct SliceReceiver {
   int slice, lane;  // of this CTA; of this thread
 
   // By one thread.
-  __device__ __forceinline__ void open(const Args& args) const {
+  __device__ __forceinline__ void open(const PackedGemmArgs& args) const {
     const int m16_tiles = args.first_m16_tile[slice + 1] - args.first_m16_tile[slice];
     // Arrivals: this thread, and this CTA's own sums.
     ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * m16_tiles);
@@ -174,8 +176,9 @@ struct SliceReceiver {
   }
 
   // Sends a consumer warp's sums to their owners, adds the received ones and writes y.
-  __device__ __forceinline__ void add_up(const Args& args, const float (&sums)[2][kGroups][4],
-                                         int warp, int n0) const {
+  __device__ __forceinline__ void add_up(const PackedGemmArgs& args,
+                                         const float (&sums)[2][kGroups][4], int warp,
+                                         int n0) const {
     const int g = lane / 4, q = lane % 4;
     const int my_first = args.first_m16_tile[slice];
     const int my_tiles = args.first_m16_tile[slice + 1] - my_first;
@@ -243,8 +246,9 @@ struct SliceReceiver {
 #else
 // Stores partial sums for packed_add_slices_kernel; `n` is the lane's first stored row of W.
 template <int kGroups>
-__device__ __forceinline__ void store_partials(const Args& args, const float (&sums)[2][kGroups][4],
-                                               int slice, int n) {
+__device__ __forceinline__ void store_partials(const PackedGemmArgs& args,
+                                               const float (&sums)[2][kGroups][4], int slice,
+                                               int n) {
   each_pair(sums, n, [&](int row, int at, float sum, float sum_8) {
     if (row >= args.m) return;
     float* to = args.partials + (int64_t{slice} * args.m + row) * args.n + at;

@@ -60,25 +60,23 @@ struct WgmmaOf {
 
   // Multiplies the warp's m16 tiles from first_tile on. Calls `meanwhile` when all wgmma are
   // issued.
-  template <typename T, int kGroups, typename F>
-  static __device__ __forceinline__ void multiply(float (&part)[kTiles][kGroups][4], int first_tile,
-                                                  uint32_t weights, uint32_t rows,
-                                                  const LaneRows<kGroups>&,
-                                                  const uint32_t (&low)[2],
-                                                  const uint32_t (&high)[2], F meanwhile) {
-    uint4 words[4];
-    const auto load = [&](int pair) {
-      words[pair] = ptx::load_shared16(weights + pair * kPairBytes);
-    };
+  template <typename Unpacker, typename T, int kGroups, typename F>
+  static __device__ __forceinline__ void multiply(
+      float (&part)[kTiles][kGroups][4], int first_tile, uint32_t weights, uint32_t rows,
+      const LaneRows<kGroups>&, const typename Unpacker::template Tile<T> (&tiles)[2],
+      F meanwhile) {
+    CodePair<Unpacker> codes[4];
+    const auto load = [&](int pair) { codes[pair].load(weights + pair * kPairBytes<Unpacker>); };
     constexpr bool kLean = kGroups == 16;  // few registers are left beside the sums
+    constexpr int kAhead = kLean ? 1 : kGroups == 8 && Unpacker::kBits == 8 ? 2 : 4;
 #pragma unroll
-    for (int pair = 0; pair < (kLean ? 1 : 4); ++pair) load(pair);
+    for (int pair = 0; pair < kAhead; ++pair) load(pair);
     multiply_fragments<T, kGroups, kLean ? 1 : 2>(
         part, rows,
         [&](uint32_t (&a)[4], int pair, int step, int i) {
           const int t = first_tile + i;
-          unpack<T>(a, word_of(words[pair], step, t), low[t], high[t]);
-          if (kLean && step == 1 && pair < 3) load(pair + 1);
+          Unpacker::template unpack<T>(a, codes[pair].at(step, t), tiles[t]);
+          if (step == 1 && i == kTiles - 1 && pair + kAhead < 4) load(pair + kAhead);
         },
         meanwhile);
   }

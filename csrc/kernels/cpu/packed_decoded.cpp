@@ -1,0 +1,148 @@
+// Decodes each strip of 32 rows of W once per block of 128 k and multiplies it with all rows of x.
+#include "kernels/cpu/packed_decoded.h"
+
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "kernels/cpu/simd.h"
+#include "kernels/gemm/packed/code8_pack.h"
+#include "kernels/layer/fp8_row.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+uint8_t* block_of(const PackedWeight& w, int64_t row_block, int64_t k_block) {
+  return static_cast<uint8_t*>(w.blocks) + (row_block * w.k_blocks() + k_block) * w.block_bytes();
+}
+
+float* scales_of(const PackedLayout& layout, uint8_t* block) {
+  return reinterpret_cast<float*>(block + layout.code_bytes());
+}
+
+float decode_e4m3(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  static const auto numbers = [] {
+    std::array<float, 256> made{};
+    for (int code = 0; code < 256; ++code) made[code] = from_e4m3(static_cast<uint8_t>(code));
+    return made;
+  }();
+  for (int k = 0; k < kPackedK; ++k) to[k] = numbers[block[byte_place(row, k)]];
+  const auto* scales = reinterpret_cast<const float*>(block + layout.code_bytes());
+  return scales[row / layout.scale_rows];
+}
+
+PackedLayout::Decode decode_of(const PackedLayout& layout) {
+  return layout.codes == Codes::kE4m3 ? decode_e4m3 : layout.decode;
+}
+
+template <typename T, typename Y>
+void multiply(const PackedGemmParams& p) {
+  const PackedWeight& w = p.w;
+  const int64_t m = p.x.size(0), k_blocks = w.k_blocks();
+  const auto decode = decode_of(w.layout);
+  thread_local std::vector<float> buffer, x_buffer;
+  const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
+  x_buffer.assign(static_cast<size_t>(k_blocks * m * kPackedK), 0);  // [k block][M][128]
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t k = 0; k < w.k; ++k) {
+      x_buffer[(k / kPackedK * m + i) * kPackedK + k % kPackedK] = x[i * w.k + k];
+    }
+  }
+  const float* blocks_of_x = x_buffer.data();
+  const int64_t strips = (w.n + kStripRows - 1) / kStripRows;
+  Y* y = p.y.as<Y>();
+#pragma omp parallel for if (m * w.n * w.k > 65536)
+  for (int64_t strip = 0; strip < strips; ++strip) {
+    const int first = static_cast<int>(strip % 8) * kStripRows;  // row of the block
+    thread_local std::vector<float> totals, part;
+    totals.assign(static_cast<size_t>(m * kStripRows), 0);
+    part.resize(static_cast<size_t>(m * kStripRows));
+    float rows[kStripRows * kPackedK], factors[kStripRows];
+    for (int64_t kb = 0; kb < k_blocks; ++kb) {
+      const uint8_t* block = block_of(w, strip / 8, kb);
+      for (int i = 0; i < kStripRows; ++i) {
+        factors[i] = decode(w.layout, block, first + i, rows + i * kPackedK);
+      }
+      dot_rows(blocks_of_x + kb * m * kPackedK, m, rows, kStripRows, kPackedK, part.data(),
+               kStripRows);
+      for (int64_t i = 0; i < m * kStripRows; ++i) totals[i] += factors[i % kStripRows] * part[i];
+    }
+    const int64_t column = strip * kStripRows;
+    const int count = static_cast<int>(std::min<int64_t>(kStripRows, w.n - column));
+    for (int64_t row = 0; row < m; ++row) {
+      const float* sums = totals.data() + row * kStripRows;
+      if (w.gated) {
+        Y* out = y + row * (w.n / 2) + column / 2;
+        for (int i = 0; i < count / 2; ++i) {
+          const float gate = sums[i / 8 * 16 + i % 8], up = sums[i / 8 * 16 + i % 8 + 8];
+          out[i] = from_float<Y>(gate / (1 + std::exp(-gate)) * up);
+        }
+        continue;
+      }
+      Y* out = y + row * w.n + column;
+      for (int i = 0; i < count; ++i) {
+        const float sum = p.alpha * sums[i];
+        out[i] = from_float<Y>(p.beta == 0 ? sum : sum + p.beta * to_float(out[i]));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void packed_gemm_decoded(const PackedGemmParams& p) {
+  dispatch_host_dtype(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);
+  });
+}
+
+void packed_dequantize_decoded(const PackedDequantizeParams& p) {
+  const PackedWeight& w = p.w;
+  const auto decode = decode_of(w.layout);
+  dispatch_host_dtype(p.out.dtype(), [&](auto t) {
+    using T = decltype(t);
+    T* out = p.out.as<T>();
+#pragma omp parallel for
+    for (int64_t i = 0; i < p.out.size(0); ++i) {
+      const int64_t n = p.first_row + i;
+      float numbers[kPackedK];
+      for (int64_t k = 0; k < w.k; ++k) {
+        thread_local float factor = 0;
+        if (k % kPackedK == 0) {
+          factor = decode(w.layout, block_of(w, n / kPackedRows, k / kPackedK),
+                          static_cast<int>(n % kPackedRows), numbers);
+        }
+        out[i * w.k + k] = from_float<T>(numbers[k % kPackedK] * factor);
+      }
+    }
+  });
+}
+
+void code8_pack(const Context&, const Code8PackParams& p) {
+  check_code8_pack(p);
+  const PackedWeight& w = p.w;
+  const int64_t n = p.codes.size(0);
+  const int64_t end_row = p.first_row + n == w.n ? w.row_blocks() * kPackedRows : p.first_row + n;
+  const auto* codes = p.codes.as<uint8_t>();
+#pragma omp parallel for
+  for (int64_t row = 0; row < w.row_blocks() * kPackedRows; ++row) {
+    const int64_t source = w.gated ? gated_row(w.n, row) : row;
+    if (source < p.first_row || source >= end_row) continue;
+    const int64_t own = source - p.first_row;
+    const int in_block = static_cast<int>(row % kPackedRows);
+    for (int64_t kb = 0; kb < w.k_blocks(); ++kb) {
+      uint8_t* block = block_of(w, row / kPackedRows, kb);
+      for (int i = 0; i < kPackedK; ++i) {
+        const int64_t k = kb * kPackedK + i;
+        block[byte_place(in_block, i)] = own < n && k < w.k ? codes[own * w.k + k] : uint8_t{0};
+      }
+      if (in_block % w.layout.scale_rows != 0) continue;
+      const int64_t at = own / p.rows_per_scale * p.scales.size(1) + kb * kPackedK / p.k_per_scale;
+      scales_of(w.layout, block)[in_block / w.layout.scale_rows] =
+          own < n ? p.scales.as<float>()[at] : 0;
+    }
+  }
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,79 @@
+// The layouts of weight blocks: what a block holds for 256 rows x 128 k, and how a number is made.
+//
+//   codes    numbers                               after the codes
+//   kInt4    (q - z) * scale, z = 8 without zeros  scales [256], 16 bits; zeros [256], 8 bits
+//   kE4m3    e4m3(q) * scale                       scales [256 / scale_rows], float32
+//   kOther   what `decode` says: a layout from outside, on the CPU only
+//
+// int4 with two planes has 8 bits: the first K columns hold the high nibbles with 16 times the
+// scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
+//
+// To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it
+// needs), and a line in dispatch_unpacker.
+#pragma once
+
+#include "core/dtype.h"
+
+namespace cpmcu {
+
+constexpr int kPackedRows = 256;  // of a weight block
+constexpr int kPackedK = 128;
+
+enum class Codes : uint8_t { kInt4, kE4m3, kOther };
+
+struct PackedLayout {
+  // Writes the 128 numbers of a row of a block; returns the factor of their sums.
+  using Decode = float (*)(const PackedLayout& layout, const uint8_t* block, int row, float* to);
+
+  Codes codes = Codes::kInt4;
+  int planes = 1;
+  bool zero_points = false;         // kInt4 only
+  DType scale_dtype = DType::kF16;  // kInt4: or kBF16
+  int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
+  int64_t other_block_bytes = 0;    // kOther only
+  Decode decode = nullptr;          // kOther only
+
+  int bits() const { return codes == Codes::kInt4 ? 4 : 8; }
+  int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
+  int64_t block_bytes() const {
+    switch (codes) {
+      case Codes::kInt4:
+        return code_bytes() + 2 * kPackedRows + (zero_points ? kPackedRows : 0);
+      case Codes::kE4m3:
+        return code_bytes() + 4 * kPackedRows / scale_rows;
+      case Codes::kOther:
+        break;
+    }
+    return other_block_bytes;
+  }
+  // Whether one launch of kernels can read both.
+  bool unpacks_like(const PackedLayout& other) const {
+    return codes == other.codes && planes == other.planes && zero_points == other.zero_points;
+  }
+};
+
+// The place of the 4-bit code of (row, k) in a weight block: bits [shift, shift + 4) of the
+// little-endian 32-bit word `word`. A warp owns 32 rows. The 16 bytes of a lane are the A fragments
+// of mma.m16n8k16 of two m16 tiles and two k steps of 16.
+struct NibblePlace {
+  int word;
+  int shift;
+};
+constexpr NibblePlace nibble_place(int row, int k) {
+  const int warp = row / 32, tile = row / 16 % 2, row_half = row / 8 % 2, g = row % 8;
+  const int step = k / 16, k_half = k / 8 % 2, q = k / 2 % 4, odd = k % 2;
+  const int lane = 4 * g + q, reg = row_half + 2 * k_half;
+  return {512 * warp + 128 * (step / 2) + 4 * lane + 2 * (step % 2) + tile, 4 * (reg + 4 * odd)};
+}
+
+// The byte of the 8-bit code of (row, k). The 16 bytes of a lane are the fragments of two m16 tiles
+// of one k step. The bytes of the second 8 k come first, so that those of the first 8 are the upper
+// bytes of 16-bit halves.
+constexpr int byte_place(int row, int k) {
+  const int warp = row / 32, tile = row / 16 % 2, row_half = row / 8 % 2, g = row % 8;
+  const int step = k / 16, k_half = k / 8 % 2, q = k / 2 % 4, odd = k % 2;
+  return 4096 * warp + 512 * step + 16 * (4 * g + q) + 8 * tile + 4 * row_half + 2 * odd + 1 -
+         k_half;
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,260 @@
+// Unpackers: how the kernels read the weight blocks of a layout (layout.h).
+//
+// A kernel takes an unpacker as a template parameter. It has
+//   kBits            of a code: 4 or 8; the codes are in the order of nibble_place or byte_place
+//   kExtraBytes      most bytes of a block behind the codes
+//   Fragment         a lane's codes of one m16 tile and one k step
+//   kFactor<T>       unpacked numbers are the numbers of the layout times kFactor, exact in T
+//   Tile<T>          what a lane keeps for the rows g and g + 8 of an m16 tile of a block
+//   unpack<T>        Fragment and Tile -> the A fragment of mma.m16n8k16
+//   scale_place      of a row: byte offset of its scale in a block; scale_step: to the row 8
+//   further load_scale       the float32 factor of a sum over the block's 128 k
+// load_tile and load_scale take an address in shared memory, or a pointer.
+// `form` is a number of the layout that kernels get at run time (scale_form).
+#pragma once
+
+#include <type_traits>
+
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/gemm/packed/block.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+__device__ __forceinline__ float load_shared_float(uint32_t shared) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
+  return v;
+}
+
+__device__ __forceinline__ __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
+__device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+__device__ __forceinline__ __nv_bfloat162 as_bf162(uint32_t v) {
+  return *reinterpret_cast<__nv_bfloat162*>(&v);
+}
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
+  return *reinterpret_cast<uint32_t*>(&v);
+}
+
+// ---- int4
+
+template <bool kHasZeros>
+struct Int4 {
+  static constexpr int kBits = 4;
+  static constexpr int kBlock = kPackedRows * kPackedK / 2;
+  static constexpr int kZeroOffset = kBlock + 2 * kPackedRows;
+  static constexpr int kScaleBytes = 2 * kPackedRows, kZeroBytes = kHasZeros ? kPackedRows : 0;
+  static constexpr int kExtraBytes = kScaleBytes + kZeroBytes;
+  using Fragment = uint32_t;
+  template <typename T>
+  static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 0.25f;
+
+  // Constants that turn the biased numbers of rows g and g + 8 into (q - z) * kFactor, exactly.
+  template <typename T>
+  struct Tile {
+    uint32_t low, high;
+
+    __device__ __forceinline__ static Tile of(int zero, int zero_8) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const float offset = -(64 + zero_8 + zero / 16.0f);
+        return {0x64006400 | zero | zero << 16, pack2<T>(offset, offset)};
+      } else {
+        return {pack2<T>(-0.25f * (128 + zero), -0.25f * (128 + zero)),
+                pack2<T>(-0.25f * zero_8, -0.25f * zero_8)};
+      }
+    }
+  };
+  // `zeros`: the zero points from that of row g on, in shared memory.
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(uint32_t zeros) {
+    if constexpr (!kHasZeros) return Tile<T>::of(8, 8);
+    const int zero = ptx::load_shared_byte(zeros);
+    return Tile<T>::of(zero, ptx::load_shared_byte(zeros + 8));
+  }
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(const char* zeros) {
+    if constexpr (!kHasZeros) return Tile<T>::of(8, 8);
+    const auto* of = reinterpret_cast<const uint8_t*>(zeros);
+    return Tile<T>::of(of[0], of[8]);
+  }
+
+  // float16: 0x6400 | b is the number 1024 + b. A byte b holds q of row g (r) and of row g + 8 (s),
+  // so it is 1024 + r + 16 s; let z and y be their zero points. Subtracting 1024 + 16 s + z leaves
+  // r - z. (1024 + 16 s + z) / 16 - (64 + z / 16 + y) is s - y. All steps are exact.
+  //
+  // bfloat16: 0x4300 | q is the number 128 + q. The mantissa has no room for 16 q beside it. But
+  // the bits of 16 q alone are the subnormal number q 2^-129, so one multiply-add with 2^127 is
+  // exact.
+  template <typename T>
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
+                                                const Tile<T>& tile) {
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 sixteenth = __float2half2_rn(1.0f / 16);
+      const auto split = [&](uint32_t& of_low, uint32_t& of_high, uint32_t both) {
+        const __half2 top = as_half2(ptx::masked_or(both, 0x00F000F0, tile.low));
+        of_low = bits_of(__hsub2(as_half2(both), top));
+        of_high = bits_of(__hfma2(top, sixteenth, as_half2(tile.high)));
+      };
+      split(a[0], a[1], ptx::masked_or(word, 0x00FF00FF, 0x64006400));
+      split(a[2], a[3], __byte_perm(word, 0x64006400, 0x5351));
+    } else {
+      const auto multiply = [](uint32_t v, uint32_t by, uint32_t plus) {
+        return bits_of(__hfma2(as_bf162(v), as_bf162(by), as_bf162(plus)));
+      };
+      constexpr uint32_t kQuarter = 0x3E803E80, kTwoTo127 = 0x7F007F00;
+      const uint32_t next = word >> 8;
+      a[0] = multiply(ptx::masked_or(word, 0x000F000F, 0x43004300), kQuarter, tile.low);
+      a[1] = multiply(word & 0x00F000F0, kTwoTo127, tile.high);
+      a[2] = multiply(ptx::masked_or(next, 0x000F000F, 0x43004300), kQuarter, tile.low);
+      a[3] = multiply(next & 0x00F000F0, kTwoTo127, tile.high);
+    }
+  }
+
+  // `form`: whether scales are bfloat16.
+  static constexpr int scale_bytes(bool) { return kScaleBytes; }
+  static __device__ __forceinline__ int scale_place(int row, bool) { return 2 * row; }
+  static __device__ __forceinline__ int scale_step(bool) { return 16; }
+  static __device__ __forceinline__ float to_scale(uint16_t bits, bool bf16) {
+    return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+  }
+  static __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
+    return to_scale(ptx::load_shared_half(shared), bf16);
+  }
+  static __device__ __forceinline__ float load_scale(const char* from, bool bf16) {
+    return to_scale(*reinterpret_cast<const uint16_t*>(from), bf16);
+  }
+};
+
+// ---- e4m3
+
+struct E4m3 {
+  static constexpr int kBits = 8;
+  static constexpr int kBlock = kPackedRows * kPackedK;
+  static constexpr int kScaleBytes = 4 * kPackedRows, kZeroBytes = 0;
+  static constexpr int kExtraBytes = kScaleBytes, kZeroOffset = kBlock + kScaleBytes;
+  using Fragment = uint2;  // rows g and g + 8
+  template <typename T>
+  static constexpr float kFactor = std::is_same_v<T, __half> ? 1.0f / 256 : 1;
+
+  template <typename T>
+  struct Tile {};
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(uint32_t) {
+    return {};
+  }
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(const char*) {
+    return {};
+  }
+
+  // The exponent and mantissa of e4m3 are those of a float16 or bfloat16 number, shifted. Such a
+  // float16 number is 2^-8 times as large. A bfloat16 number is 2^-120 times as large, too small
+  // for sums in float32, so one multiplication restores it. Subnormal codes need no case of
+  // their own.
+  template <typename T>
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>&) {
+    const auto number = [](uint32_t upper) {  // of the upper byte of each half
+      constexpr bool kHalf = std::is_same_v<T, __half>;
+      const uint32_t bits =
+          (kHalf ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0) | (upper & 0x80008000);
+      if constexpr (kHalf) return bits;
+      constexpr uint32_t kTwoTo120 = 0x7B807B80, kMinusZero = 0x80008000;
+      return bits_of(__hfma2(as_bf162(bits), as_bf162(kTwoTo120), as_bf162(kMinusZero)));
+    };
+    a[0] = number(codes.x), a[1] = number(codes.y);
+    a[2] = number(codes.x << 8), a[3] = number(codes.y << 8);
+  }
+
+  // `form`: whether eight rows share a scale.
+  static __host__ __device__ constexpr int scale_bytes(bool by_eight) {
+    return by_eight ? kScaleBytes / 8 : kScaleBytes;
+  }
+  static __device__ __forceinline__ int scale_place(int row, bool by_eight) {
+    return by_eight ? row / 8 * 4 : row * 4;
+  }
+  static __device__ __forceinline__ int scale_step(bool by_eight) { return by_eight ? 4 : 32; }
+  static __device__ __forceinline__ float load_scale(uint32_t shared, bool) {
+    return load_shared_float(shared);
+  }
+  static __device__ __forceinline__ float load_scale(const char* from, bool) {
+    return *reinterpret_cast<const float*>(from);
+  }
+};
+
+// ---- all
+
+// Offsets within a block.
+template <typename Unpacker>
+constexpr int kPairBytes = 32 * 4 * Unpacker::kBits;  // two k steps of a warp tile
+template <typename Unpacker>
+constexpr int kWarpTileBytes = kPackedK / 32 * kPairBytes<Unpacker>;
+template <typename Unpacker>
+constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes<Unpacker>;
+
+// A lane's codes of two k steps of a warp tile.
+template <typename Unpacker>
+struct CodePair;
+template <bool kHasZeros>
+struct CodePair<Int4<kHasZeros>> {
+  uint4 words;
+
+  __device__ __forceinline__ void load(uint32_t shared) { words = ptx::load_shared16(shared); }
+  // Of k step `step` and m16 tile `tile`.
+  __device__ __forceinline__ uint32_t at(int step, int tile) const {
+    return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
+  }
+};
+template <>
+struct CodePair<E4m3> {
+  uint4 steps[2];
+
+  __device__ __forceinline__ void load(uint32_t shared) {
+    steps[0] = ptx::load_shared16(shared);
+    steps[1] = ptx::load_shared16(shared + kPairBytes<E4m3> / 2);
+  }
+  __device__ __forceinline__ uint2 at(int step, int tile) const {
+    const uint4& of = steps[step];
+    return tile == 0 ? make_uint2(of.x, of.y) : make_uint2(of.z, of.w);
+  }
+};
+
+// A lane's codes of one k step of a warp tile at `from` in shared memory, by generic loads.
+template <typename Unpacker>
+struct StepCodes {
+  typename Unpacker::Fragment tile[2];
+
+  __device__ __forceinline__ StepCodes(const char* from, int step, int lane) {
+    if constexpr (Unpacker::kBits == 4) {
+      const uint2 both = *reinterpret_cast<const uint2*>(from + step / 2 * kPairBytes<Unpacker> +
+                                                         lane * 16 + step % 2 * 8);
+      tile[0] = both.x, tile[1] = both.y;
+    } else {
+      const uint4 both =
+          *reinterpret_cast<const uint4*>(from + step * (kPairBytes<Unpacker> / 2) + lane * 16);
+      tile[0] = make_uint2(both.x, both.y), tile[1] = make_uint2(both.z, both.w);
+    }
+  }
+};
+
+// The run-time number of a layout that its unpacker gets.
+inline bool scale_form(const PackedLayout& layout) {
+  return layout.codes == Codes::kInt4 ? layout.scale_dtype == DType::kBF16 : layout.scale_rows == 8;
+}
+
+// Calls f(unpacker) for the layout. Throws if the CUDA kernels have none.
+template <typename F>
+void dispatch_unpacker(const PackedLayout& layout, F f) {
+  switch (layout.codes) {
+    case Codes::kInt4:
+      return layout.zero_points ? f(Int4<true>{}) : f(Int4<false>{});
+    case Codes::kE4m3:
+      return f(E4m3{});
+    case Codes::kOther:
+      break;
+  }
+  CHECK(false, "a layout of packed weights from outside has no CUDA kernels, expected device cpu");
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda
