@@ -34,8 +34,6 @@ class Fp8:
         method = quant_config.get("quant_method")
         if method == "modelopt":
             return str(quant_config.get("quant_algo")).lower() in _MODELOPT
-        if method == "auto-round":
-            return quant_config.get("packing_format") == "auto_round:fp8"
         return method == "fp8"
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:

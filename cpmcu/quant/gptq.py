@@ -146,11 +146,15 @@ def check_order(g_idx: TensorMeta, read: Read, group_size: int) -> None:
 
 
 def check_symmetric(qzeros: TensorMeta, read: Read, version: int) -> None:
-    """Raises ValueError for a zero point other than 8. `version`: see `unpack_gptq_zeros`."""
+    """Raises ValueError for a zero point other than 8. `version`: see `unpack_gptq_zeros`.
+
+    Some files say version 1 and store 8 everywhere, as version 2 does. They mean 8 too.
+    """
     if qzeros.dtype != "int32" or len(qzeros.shape) != 2:
         raise misfit(qzeros, "int32 [G, N / 8]")
     words = read(qzeros.name)
-    if np.all(words.view(np.uint32) == 0x11111111 * (ZERO_POINT - 2 + version)):
+    words_of_8 = {0x11111111 * (ZERO_POINT - 2 + version), 0x11111111 * ZERO_POINT}
+    if any(np.all(words.view(np.uint32) == word) for word in words_of_8):
         return
     zeros = unpack_gptq_zeros(words, version)
     if np.any(zeros != ZERO_POINT):

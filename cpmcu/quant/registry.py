@@ -160,5 +160,32 @@ def quant_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         if not isinstance(value, dict):
             raise ValueError(f"config.json: {key} is {shown(value)}, expected an object or null")
-        return value
+        return _by_format(value)
     return {}
+
+
+# Names of kernels or tools -> the format that the files have.
+_FORMATS = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}
+_AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
+_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_round:fp8": "fp8"}
+
+
+def _by_format(quant: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with a format's name as `quant_method`, whatever tool or kernel it names.
+
+    Raises ValueError for layers of AutoRound with bits of their own.
+    """
+    method = quant.get("quant_method")
+    if method in _AUTO_ROUND:
+        bits, extra = quant.get("bits"), quant.get("extra_config")
+        for name, layer in (extra if isinstance(extra, Mapping) else {}).items():
+            own = layer.get("bits", bits) if isinstance(layer, Mapping) else bits
+            if own != bits and not (isinstance(own, int) and own >= 16):
+                raise ValueError(
+                    f"quantization_config: extra_config gives {name} {shown(own)} bits, expected "
+                    f"{shown(bits)} as all layers, or 16"
+                )
+        found = _PACKINGS.get(str(quant.get("packing_format", "auto_round:auto_gptq")))
+    else:
+        found = _FORMATS.get(str(method))
+    return {**quant, "quant_method": found} if found else quant

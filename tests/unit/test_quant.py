@@ -245,6 +245,16 @@ def test_refused_values(
         plan(bad)
 
 
+def test_version_1_that_stores_zero_points_as_version_2(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    weights, name = quantise(tiny.weights), f"{UP}.qzeros"
+    zeros = open_checkpoint(write_w4(tmp_path / "a", tiny.config, weights, "gptq")).read(name)
+    eights = np.full(zeros.shape, 0x88888888, np.uint32).view(np.int32)
+    found = plan(write_w4(tmp_path / "b", tiny.config, weights, "gptq", change={name: eights}))
+    assert name in found.ignored and not found.linear_options.zero_points
+
+
 def test_marlin_with_redundant_tensors(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     change = {
         f"{FUSED}.g_idx": (np.arange(256) // 128).astype(np.int32),
@@ -308,6 +318,46 @@ def test_scales_have_one_dtype(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     change = {name: np.ones((2, 352), np.float32)}
     directory = write_w4(tmp_path, tiny.config, weights, "gptq", change=change)
     with pytest.raises(ValueError, match="scales of 4-bit weights are float16, float32, expected"):
+        plan(directory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "renamed"),
+    [
+        ("gptq", {"quant_method": "gptq_marlin"}),
+        ("gptq", {"quant_method": "auto_gptq"}),
+        ("awq", {"quant_method": "awq_marlin"}),
+        ("gptq", {"quant_method": "auto-round"}),
+        ("gptq", {"quant_method": "inc", "packing_format": "auto_round:auto_gptq"}),
+        ("awq", {"quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq"}),
+        ("gptq", {"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": 16}}}),
+    ],
+)
+def test_names_of_tools_and_kernels(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str, renamed: dict[str, Any]
+) -> None:
+    """They plan as the format's own name. AutoRound's GPTQ files have no g_idx."""
+    weights = quantise(tiny.weights, has_zeros=True)
+    own = write_w4(tmp_path / "own", tiny.config, weights, layout)
+    directory = write_w4(tmp_path / "renamed", tiny.config, weights, layout, quant=renamed)
+    found, expected = plan(directory), plan(own)
+    assert found.scheme == layout and found.linear_options == expected.linear_options
+    assert found.linear_overrides == expected.linear_overrides
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extra_config": {"model.x": {"bits": 8}}}, "gives model.x 8 bits, expected 4 as all"),
+        ({"packing_format": "auto_round:llm_compressor"}, "quantised with auto-round"),
+    ],
+)
+def test_refused_files_of_autoround(
+    tiny: TinyCheckpoint, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    quant = {"quant_method": "auto-round", **changes}
+    directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), "gptq", quant=quant)
+    with pytest.raises(ValueError, match=message):
         plan(directory)
 
 
