@@ -116,7 +116,7 @@ class SpeculativeConfig:
         check_verification(self.verify_strategy, self.verify_window)
         for drafter, needed in self.drafters_by_option().items():
             if needed and self.method not in ("auto", drafter):
-                name = next(name for name, its in self._naming() if its == drafter)
+                name = next(name for name, its in self.naming() if its == drafter)
                 raise ValueError(
                     f"{name} is set, but method is {self.method!r}, expected {drafter!r}"
                 )
@@ -139,10 +139,10 @@ class SpeculativeConfig:
 
     def drafters_by_option(self) -> dict[str, bool]:
         """Drafter -> is it required (or else refused) by an option that names it?"""
-        return {drafter: bool(self.options[name]) for name, drafter in self._naming()}
+        return {drafter: bool(self.options[name]) for name, drafter in self.naming()}
 
-    def _naming(self) -> list[tuple[str, str]]:
-        """The options given that name a drafter, and that drafter."""
+    def naming(self) -> list[tuple[str, str]]:
+        """(Option, drafter) for each option given that requires or refuses a drafter."""
         known = all_options()
         return [
             (name, drafter_of(known[name].owner))

@@ -1,5 +1,8 @@
 """EAGLE-3 and 3.1 heads: inputs are auxiliary hidden states of three target layers.
 
+EAGLE-3.1 norms the input of fc: `fc_norm.0` to `fc_norm.2` [H] norm the auxiliary hidden states one
+by one, or `input_norm` [3H] norms all of them together (config.json: norm_before_fc).
+
 The tensors are `fc.weight` [H, 3H], one layer `midlayer.*` (or `layers.0.*`) with `hidden_norm`,
 and `norm`. A head with a smaller vocabulary has `lm_head` and `d2t`: target id = draft id +
 d2t[draft id].
@@ -37,8 +40,6 @@ from cpmcu.quant.registry import plan_quant
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^layers\.0\.")
-# Flags of unsupported variants; use_aux_norm is an older name of fc_norm.
-_FLAGS = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_before_residual")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -57,7 +58,6 @@ class Eagle3:
         assert draft is not None
         config, tensors = draft.config, draft.tensors
         refuse_quantised_head(tensors)
-        _refuse_variants(config, tensors)
         check_scales(draft, target)
         names = {_short(name): name for name in tensors}
         fields = head_fields(draft, target, _unstated_rope(tensors, target))
@@ -78,6 +78,7 @@ class Eagle3:
         ignored |= {
             name: "d2t holds the same mapping" for short, name in names.items() if short == "t2d"
         }
+        norms = _input_norms(config, names, len(layers))
         own_scale = config.get("dim_model_base") is not None
         return DraftPlan(
             fields=replace(
@@ -96,6 +97,8 @@ class Eagle3:
                 "vocab_ids": vocab_ids,
                 "own_head": own_head,
                 "norm_output": _flag(config, "norm_output"),
+                "norm_before_residual": _flag(config, "norm_before_residual"),
+                **dict.fromkeys(norms, True),
             },
             quant=plan_quant(config, tensors),
         )
@@ -115,16 +118,28 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     return ConfigReader(config).flag(key, default=nested.flag(key))
 
 
-def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
-    nested = _eagle_config(config)
-    for flag in _FLAGS:
-        named = [name for name in tensors if flag in name.split(".") or name.startswith(flag)]
-        if named or config.get(flag) or nested.get(flag):
-            where = named[0] if named else f"config.json: {flag}"
-            raise ValueError(
-                f"{where} is present, expected an EAGLE-3 head without it: the variant with {flag} "
-                "is not supported yet"
-            )
+def _input_norms(config: Mapping[str, Any], names: Mapping[str, str], num_layers: int) -> list[str]:
+    """The kinds of norms of fc's input: "fc_norm", "norm_before_fc", or none.
+
+    Raises ValueError if config.json states a kind whose tensors are missing, or tensors of both
+    kinds are there. `use_aux_norm` is an older name of fc_norm.
+    """
+    kinds = {
+        "fc_norm": [f"fc_norm.{i}.weight" for i in range(num_layers)],
+        "norm_before_fc": ["input_norm.weight"],
+    }
+    stated = {kind: _flag(config, kind) for kind in kinds}
+    stated["fc_norm"] |= _flag(config, "use_aux_norm")
+    found = []
+    for kind, tensors in kinds.items():
+        missing = [name for name in tensors if name not in names]
+        if stated[kind] and missing:
+            raise ValueError(f"config.json: {kind} is true, expected the tensor {missing[0]}, too")
+        if not missing:
+            found.append(kind)
+    if len(found) > 1:
+        raise ValueError("fc_norm and input_norm are present, expected norms of one kind before fc")
+    return found
 
 
 def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] | None:

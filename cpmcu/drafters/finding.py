@@ -166,8 +166,9 @@ def _find(
     if expected == "auto":
         assert files is not None
         method, drafter = find_drafter(files)
-        if speculation.drafters_by_option().get(method) is False:
-            raise ValueError(f"the draft is {method}, but an option refuses such drafts")
+        for option, named in speculation.naming():
+            if named == method and not speculation.options[option]:
+                raise ValueError(f"the draft is {method}, but {option} is no")
         return method, drafter
     method, drafter = get_drafter(expected)
     if not drafter.has_checkpoint:

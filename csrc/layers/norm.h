@@ -11,12 +11,12 @@ namespace cpmcu {
 
 class RmsNorm {
  public:
-  RmsNorm(const ModelSpec& spec, std::string name) : spec_(&spec), name_(std::move(name)) {}
+  // `width`: H, if it is not the model's hidden_size.
+  RmsNorm(const ModelSpec& spec, std::string name, int64_t width = 0)
+      : spec_(&spec), name_(std::move(name)), width_(width > 0 ? width : spec.hidden_size) {}
 
-  void plan(MemoryPlan& plan) {
-    id_ = plan.add(name_, "weights", spec_->hidden_size * size_of(spec_->dtype));
-  }
-  void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {spec_->hidden_size}); }
+  void plan(MemoryPlan& plan) { id_ = plan.add(name_, "weights", width_ * size_of(spec_->dtype)); }
+  void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {width_}); }
   void list_tensors(WeightTable& table) { table.add(name_ + ".weight", weight_); }
   const Tensor& weight() const { return weight_; }
   // Row r of out = norm of row index[r] of x; `index` is in device memory, null: row r.
@@ -37,6 +37,7 @@ class RmsNorm {
  private:
   const ModelSpec* spec_;
   std::string name_;
+  int64_t width_;
   MemoryPlan::Id id_ = 0;
   Tensor weight_;  // [H]
 };

@@ -39,8 +39,8 @@ HeadDrafter::Layer HeadDrafter::add_layer(const std::string& prefix, int in_feat
   return {.attention = blocks_.end()[-2].get(), .mlp = blocks_.back().get()};
 }
 
-RmsNorm* HeadDrafter::add_norm(const std::string& name) {
-  norms_.push_back(std::make_unique<RmsNorm>(model(), name));
+RmsNorm* HeadDrafter::add_norm(const std::string& name, int64_t size) {
+  norms_.push_back(std::make_unique<RmsNorm>(model(), name, size));
   return norms_.back().get();
 }
 

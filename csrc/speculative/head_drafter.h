@@ -35,7 +35,8 @@ class HeadDrafter : public BeamDrafter {
   // `layer`; the first has `in_features` input columns (0: hidden_size).
   Layer add_layer(const std::string& prefix, int in_features = 0,
                   const LayerSpec& layer = {{"attention"}, {"mlp"}});
-  RmsNorm* add_norm(const std::string& name);
+  // `size`: elements of a row; 0: hidden_size.
+  RmsNorm* add_norm(const std::string& name, int64_t size = 0);
   // A linear layer from `in_features` to hidden_size.
   LinearMethod* add_fc(const std::string& name, int64_t in_features);
 

@@ -238,17 +238,31 @@ class NumpyEagle2(NumpyHead):
 
 
 class NumpyEagle3(NumpyHead):
-    """EAGLE-3, with its own output head over a draft vocabulary."""
+    """EAGLE-3 and 3.1, with an output head of their own over a draft vocabulary."""
+
+    norm_output = False  # the recycled state is normed
+    norm_before_residual = False  # the residual stream is normed
+
+    def _run(self, hidden: Array, next_ids: Sequence[int]) -> tuple[Array, Array]:
+        logits, x = super()._run(hidden, next_ids)
+        return logits, self._norm(x, "norm.weight") if self.norm_output else x
 
     def _start(self, states: Any) -> Array:
         aux_hidden = [np.asarray(state, self.target.dtype) for state in states]
-        return np.concatenate(aux_hidden, -1) @ self.weights["fc.weight"].T
+        if "fc_norm.0.weight" in self.weights:
+            aux_hidden = [self._norm(x, f"fc_norm.{i}.weight") for i, x in enumerate(aux_hidden)]
+        joined = np.concatenate(aux_hidden, -1)
+        if "input_norm.weight" in self.weights:
+            joined = self._norm(joined, "input_norm.weight")
+        return joined @ self.weights["fc.weight"].T
 
     def _layer(self, embedding: Array, hidden: Array) -> Array:
         normed = [
             self._norm(embedding, "midlayer.input_layernorm.weight"),
             self._norm(hidden, "midlayer.hidden_norm.weight"),
         ]
+        if self.norm_before_residual:
+            hidden = normed[1]
         x = hidden + self._attention(np.concatenate(normed, -1), "midlayer.self_attn.")
         normed_x = self._norm(x, "midlayer.post_attention_layernorm.weight")
         return x + swiglu(normed_x, self.weights, "midlayer.mlp.")

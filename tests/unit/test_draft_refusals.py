@@ -26,9 +26,13 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
         ("minicpm_eagle", {"drop": ("input_norm2.weight",)}, "input_norm1.weight is present alone"),
         ("eagle3", {"hidden_size": 32}, "hidden_size is 32, expected 64"),
         ("eagle3", {"vocab_size": 99}, "vocab_size is 99, expected 203"),
-        ("eagle3", {"norm_before_fc": True}, "variant with norm_before_fc is not supported yet"),
-        ("eagle3", {"extra": {"fc_norm.weight": np.ones(64)}}, "variant with fc_norm is not"),
-        ("eagle3", {"use_aux_norm": True}, "variant with use_aux_norm is not supported yet"),
+        (
+            "eagle3",
+            {"norm_before_fc": True},
+            "norm_before_fc is true, .* input_norm.weight",
+        ),
+        ("eagle3", {"fc_norm": True}, "fc_norm is true, expected the tensor fc_norm.0.weight, too"),
+        ("eagle3", {"use_aux_norm": True}, "fc_norm is true, expected the tensor fc_norm.0.weight"),
         ("eagle3", {"mlp_bias": True}, "mlp_bias is True, expected false"),
         ("eagle", {"mlp_bias": True}, "mlp_bias is True, expected false"),
         (
