@@ -11,7 +11,9 @@ installed, its cuBLAS is timed on the same GEMMs in float16, and the geometric m
 ratios is printed for each number of rows. The 4-bit GEMMs are also timed with the rows of a prompt,
 in TFLOP/s.
 
-    python scripts/bench/bench_w4.py [--dtype float16] [--json]
+    python scripts/bench/bench_w4.py [--bits 4] [--dtype float16] [--json]
+
+--bits 8 times FP8 weights with a scale for 128 x 128 numbers in place of 4 bits.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ def microseconds(replay: Callable[[], float], launches: int) -> float:
     return float(np.median([replay() for _ in range(RUNS)])) * 1e3 / launches
 
 
-def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[Any]:
-    """Random 4-bit weights, one after another in memory."""
+def weights(ctx: Any, n: int, k: int, copies: int, bits: int, gated: bool = False) -> list[Any]:
+    """Random weights of 4 bits, or FP8, one after another in memory."""
     rng = np.random.default_rng(n + k)
+    if bits == 8:
+        return fp8_weights(ctx, n, k, copies, gated, rng)
     rows = min(n, 256)  # repeated along N; no kernel depends on the values
     q = rng.integers(0, 16, (k, rows), np.uint8)
     scales = rng.uniform(0.005, 0.02, (k // 128, rows)).astype(np.float16)
@@ -64,6 +68,23 @@ def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[
         array = ops.Array(ctx, [blocks.nbytes], "uint8")
         array.copy_from(blocks.reshape(-1).view(np.uint8))
         made.append(ops.PackedWeight(array, n=n, k=k, scale_dtype="float16", gated=gated))
+    return made
+
+
+def fp8_weights(
+    ctx: Any, n: int, k: int, copies: int, gated: bool, rng: np.random.Generator
+) -> list[Any]:
+    """Random e4m3 weights up to 2; a block has 32 scales for 8 rows each."""
+    blocks, made = -(-n // 256) * -(-k // 128), []
+    packed = np.zeros((blocks, 32768 + 128), np.uint8)
+    codes = rng.integers(0, 256, 32768, np.uint8) & 0xBF
+    packed[:, :32768] = codes
+    packed[:, 32768:] = np.full(32, 0.02, np.float32).view(np.uint8)
+    for _ in range(copies):
+        array = ops.Array(ctx, [packed.nbytes], "uint8")
+        array.copy_from(packed.reshape(-1))
+        layout = {"codes": "e4m3", "scale_rows": 8, "gated": gated}
+        made.append(ops.PackedWeight(array, n=n, k=k, **layout))
     return made
 
 
@@ -88,7 +109,7 @@ def time_gemm(
     """Microseconds by rows."""
     copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k * bits // 8)))
     dense = bits == 16
-    each = dense_weights(ctx, n, k, copies, dtype) if dense else weights(ctx, n, k, copies)
+    each = dense_weights(ctx, n, k, copies, dtype) if dense else weights(ctx, n, k, copies, bits)
     gemm = ops.skinny_gemm if dense else ops.packed_gemm
     times = {}
     for m in row_counts:
@@ -152,7 +173,8 @@ class Layer:
 def bytes_of(shape: tuple[int, int], bits: int) -> float:
     """Bytes of a matrix [N, K], with scales."""
     n, k = shape
-    return n * k * 2 if bits == 16 else n * k / 2 * (1 + 2 / 64)
+    scales = {4: 2 / 64, 8: 128 / 32768, 16: 0}[bits]
+    return n * k * bits / 8 * (1 + scales)
 
 
 def time_layer(
@@ -164,7 +186,9 @@ def time_layer(
     if bits == 16:
         sets = [dense_weights(ctx, *layers[name], copies, dtype) for name in names]
     else:
-        sets = [weights(ctx, *layers[name], copies, gated=name == "gate_up") for name in names]
+        sets = [
+            weights(ctx, *layers[name], copies, bits, gated=name == "gate_up") for name in names
+        ]
     times = {}
     for m in ROWS:
         layer = Layer(ctx, m, layers, dtype, bits)
@@ -222,6 +246,7 @@ def time_cublas(n: int, k: int, row_counts: list[int]) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--bits", type=int, default=4, choices=[4, 8])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     ctx = ops.Context("cuda")
@@ -231,12 +256,12 @@ def main() -> None:
     for model, layers in SHAPES.items():
         ratios: dict[int, list[float]] = {m: [] for m in ROWS + PROMPT_ROWS}
         growth = []
-        gemms = [(layer, shape, 4) for layer, shape in layers.items()]
+        gemms = [(layer, shape, args.bits) for layer, shape in layers.items()]
         for layer, (n, k), bits in [*gemms, ("lm_head", HEADS[model], 16)]:
-            row_counts = ROWS + PROMPT_ROWS if bits == 4 else ROWS
+            row_counts = ROWS + PROMPT_ROWS if bits != 16 else ROWS
             ours = time_gemm(ctx, n, k, args.dtype, bits, row_counts)
             cublas = time_cublas(n, k, row_counts)
-            if bits == 4:
+            if bits != 16:
                 growth.append(ours[64] / ours[1])
             num_bytes = bytes_of((n, k), bits)
             for m, us in ours.items():
@@ -251,13 +276,13 @@ def main() -> None:
                     line += f" | {result['tflops']:5.0f} TFLOP/s"
                 if m in cublas:
                     result["cublas_us"] = cublas[m]
-                    if bits == 4:
+                    if bits != 16:
                         ratios[m].append(cublas[m] / us)
                     line += f" | {cublas[m] / us:5.2f} x cuBLAS float16 ({cublas[m]:.1f} µs)"
                 name = {"model": model, "layer": layer, "m": m, "dtype": args.dtype}
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
                 sys.stdout.flush()
-        for bits in (4, 16):
+        for bits in (args.bits, 16):
             times = time_layer(ctx, layers, args.dtype, bits)
             num_bytes = sum(bytes_of(shape, bits) for shape in layers.values())
             for m, (us, separate) in times.items():
