@@ -497,7 +497,7 @@ def test_quantize_and_dequantize_shapes_must_agree(device: str) -> None:
             ops.packed_dequantize(ctx, empty(device, shape, "float16"), weight, first)
     with pytest.raises(ValueError, match="bytes"):
         ops.PackedWeight(empty(device, [16895], "uint8"), n=1, k=128)
-    with pytest.raises(ValueError, match="nibble planes"):
+    with pytest.raises(ValueError, match="expected memory, a size, and 1 or 2 planes"):
         blocks = empty(device, [3 * 16896], "uint8")
         ops.packed_quantize(
             ctx,
