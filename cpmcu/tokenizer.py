@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cpmcu.checks import one_line, shown
 from cpmcu.errors import about, one_sentence
-from cpmcu.loading.index import check_file, read_json
+from cpmcu.loading.index import check_file
+from cpmcu.loading.model_files import model_files
 from cpmcu.token_length import longest_token
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Keys of the special tokens in tokenizer_config.json. Chat templates use the same names.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -76,7 +80,7 @@ class Tokenizer:
     @classmethod
     @one_sentence()
     def from_directory(cls, directory: str | Path) -> Tokenizer:
-        """Reads the tokenizer of a checkpoint directory.
+        """Reads the tokenizer of a checkpoint directory or GGUF file.
 
         End-of-sequence ids come from generation_config.json, config.json and the tokenizer, in
         that order. Raises FileNotFoundError if there are no tokenizer files. Raises ImportError if
@@ -87,20 +91,24 @@ class Tokenizer:
 
     @classmethod
     def _read(cls, directory: Path) -> Tokenizer:
-        config = _read_json(directory / "tokenizer_config.json")
+        files = model_files(directory)
+        config = files.json("tokenizer_config.json")
         # Older checkpoints keep special tokens in special_tokens_map.json.
         if "added_tokens_decoder" not in config:
-            config = _filled(config, _read_json(directory / "special_tokens_map.json"))
+            config = _filled(config, files.json("special_tokens_map.json"))
         file = directory / "tokenizer.json"
-        if os.path.lexists(file):
+        backend: _Backend
+        if files.build_tokenizer is not None:
+            backend = _FastBackend(directory, files.build_tokenizer, config, {})
+        elif os.path.lexists(file):
             check_file(file)
-            added = _read_json(directory / "added_tokens.json")
-            backend: _Backend = _FastBackend(file, config, added)
+            added = files.json("added_tokens.json")
+            backend = _FastBackend(file, functools.partial(_from_file, file), config, added)
         else:
             backend = _TransformersBackend(directory)
         config = _filled(config, backend.special_tokens())
         names = ("generation_config.json", "config.json")
-        eos = eos_ids({name: _read_json(directory / name) for name in names})
+        eos = eos_ids({name: files.json(name) for name in names})
         return cls(backend, config, eos)
 
     @property
@@ -170,14 +178,18 @@ class Tokenizer:
 
 
 class _FastBackend:
-    """tokenizer.json through the tokenizers library."""
+    """A tokenizer of the tokenizers library; `path` is its file, `make` builds it."""
 
-    def __init__(self, path: Path, config: dict[str, Any], added: dict[str, Any]) -> None:
-        import tokenizers  # takes 50 ms
-
+    def __init__(
+        self,
+        path: Path,
+        make: Callable[[], tokenizers.Tokenizer],
+        config: dict[str, Any],
+        added: dict[str, Any],
+    ) -> None:
         self._path = path
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = make()
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._add(config, added)
@@ -419,5 +431,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers  # takes 50 ms
+
+    return tokenizers.Tokenizer.from_file(str(path))

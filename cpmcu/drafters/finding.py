@@ -20,9 +20,8 @@ from cpmcu.drafters.registry import (
     registered_additions,
     registered_drafters,
 )
-from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.hub import resolve_model
-from cpmcu.loading.index import read_json
+from cpmcu.loading.model_files import model_files
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
@@ -103,9 +102,10 @@ def drafts_by_default(directory: Path) -> bool:
     """Does the model in `directory` have a draft if none is named?"""
     if shipped_draft(directory) is not None:
         return True
-    config = language_config(read_json(directory / "config.json"))
+    files = model_files(directory)
+    config = language_config(files.json("config.json"))
     fields = find_model(config).build(config, BuildOptions())
-    target = TargetModel(config, fields, checkpoint=open_checkpoint(directory))
+    target = TargetModel(config, fields, checkpoint=files.checkpoint())
     return _own_head(directory, target, SpeculativeConfig()) is not None
 
 
@@ -153,11 +153,11 @@ def _check_unused_options(speculation: SpeculativeConfig) -> None:
 
 def _open_files(model: str, is_default: bool) -> DraftFiles:
     directory = resolve_model(model)
-    path = directory / "config.json"
-    if not path.is_file():
+    files = model_files(directory)
+    config = language_config(files.json("config.json"))
+    if not config:
         raise FileNotFoundError(f"{directory}: has no config.json, expected a draft's directory")
-    config = language_config(read_json(path))
-    return DraftFiles(directory, config, open_checkpoint(directory), is_default)
+    return DraftFiles(directory, config, files.checkpoint(), is_default)
 
 
 def _find(

