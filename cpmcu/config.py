@@ -40,8 +40,9 @@ MOST_SEQS = 256  # kMaxSeqs in csrc/engine/runtime_config.h
 Options = typing.TypeVar("Options", bound=DrafterOptions)
 
 _MODEL_HELP = (
-    "local directory, Hugging Face repository id, or a shipped model: tiny-python-minicpm "
-    "(default; small, completes Python code) or tiny-python-minicpm-w4 (the same in 4 bits)"
+    "local directory, GGUF file, Hugging Face repository id, or a shipped model: "
+    "tiny-python-minicpm (default; small, completes Python code) or tiny-python-minicpm-w4 "
+    "(the same in 4 bits)"
 )
 
 
@@ -217,7 +218,7 @@ class EngineConfig(SparseOptions):
         _MODEL_HELP,
         flags=("--model-path", "--model"),
         metavar="PATH|REPO",
-        brief="directory, Hugging Face id or shipped model",
+        brief="directory, GGUF file, Hugging Face id or shipped model",
     )
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repository")
     device: str = option(

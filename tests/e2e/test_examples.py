@@ -54,6 +54,11 @@ def test_chat(address):
     assert len([line for line in lines if line.startswith("--- ")]) == 2
 
 
+def test_demo():
+    last = run("demo").splitlines()[-1]
+    assert last.startswith("with a draft ") and last.endswith("; the same text")
+
+
 def test_stream(address):
     *text, numbers = run("openai_stream", **address).splitlines()
     assert "".join(text)

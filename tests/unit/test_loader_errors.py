@@ -65,7 +65,7 @@ def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    with pytest.raises(ValueError, match=r"is a file, expected the directory"):
+    with pytest.raises(ValueError, match=r"is a file, expected a GGUF file or the directory"):
         resolve_model(str(tmp_path / "model.safetensors"))
 
 

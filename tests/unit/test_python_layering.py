@@ -16,8 +16,8 @@ ORDER = [
     "shipped verification",
     "config drafters.options flags grammar outputs sparse_options speculation_keys",
     # Files of a checkpoint: names, shapes and bytes of tensors.
-    "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
-    "loading.tensors loading.torch_files",
+    "loading.checkpoint loading.gguf loading.hub loading.index loading.model_files "
+    "loading.progress loading.safetensors loading.tensors loading.torch_files",
     "engine_flags listing prompt sampling template_sandbox token_length tokenizer ui",
     "chat_template",
     "models",
