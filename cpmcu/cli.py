@@ -162,10 +162,8 @@ def make_parser(verb: str | None = None) -> FlagParser:
     add_engine_flags(parser, {"max_num_seqs": 1})
     tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for a shipped model; no limit in a chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
-    parser.hide("prefix_cache_dir", "prefix_cache_decoded", "prefix_cache_host_gb")
-    parser.hide("prefix_cache_disk_gb")
-    if verb is None:  # whose help has the flags of all verbs on one screen
-        parser.hide("prefix_cache")
+    parser.hide("prefix_cache", "prefix_cache_dir", "prefix_cache_decoded")
+    parser.hide("prefix_cache_host_gb", "prefix_cache_disk_gb")
     if verb is not None:
         parser.hide(*(each.sets for each in VERBS.values() if each.sets))
     if verb == "chat":

@@ -218,7 +218,7 @@ class EngineConfig(SparseOptions):
         _MODEL_HELP,
         flags=("--model-path", "--model"),
         metavar="PATH|REPO",
-        brief="directory, GGUF file, Hugging Face id or shipped model",
+        brief="directory, GGUF file or Hugging Face id",
     )
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repository")
     device: str = option(

@@ -292,6 +292,11 @@ __device__ __forceinline__ void store_shared16(uint32_t shared, const uint4& v) 
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+__device__ __forceinline__ float load_shared_float(uint32_t shared) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
+  return v;
+}
 __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));

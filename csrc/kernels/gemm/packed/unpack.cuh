@@ -22,12 +22,6 @@
 namespace cpmcu::cuda {
 namespace {
 
-__device__ __forceinline__ float load_shared_float(uint32_t shared) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
-  return v;
-}
-
 __device__ __forceinline__ __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ __nv_bfloat162 as_bf162(uint32_t v) {
@@ -175,7 +169,7 @@ struct E4m3 {
   }
   static __device__ __forceinline__ int scale_step(bool by_eight) { return by_eight ? 4 : 32; }
   static __device__ __forceinline__ float load_scale(uint32_t shared, bool) {
-    return load_shared_float(shared);
+    return ptx::load_shared_float(shared);
   }
   static __device__ __forceinline__ float load_scale(const char* from, bool) {
     return *reinterpret_cast<const float*>(from);
