@@ -1,4 +1,5 @@
 // One wrapper for each PTX instruction. The comments say when to use it.
+// Length of this file: a wrapper for each instruction, and no code between them.
 #pragma once
 
 #include <cuda_bf16.h>

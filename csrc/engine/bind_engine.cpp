@@ -1,4 +1,5 @@
 // Python bindings of the engine, its arguments and its results.
+// Length of this file: a binding for each field and each method of these classes.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -1,5 +1,6 @@
 // C.ops of quantised weights (kernels/gemm/packed/packed.h) and of the fused layer. A Python
 // PackedWeight is an array of bytes with the weight blocks, and the numbers that describe them.
+// Length of bind_packed_ops: one binding after another, without branches.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"

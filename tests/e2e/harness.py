@@ -111,7 +111,7 @@ def _port(process: subprocess.Popen[bytes], log_path: Path) -> int:
 
 def _wait_ready(server: Server) -> None:
     for _ in range(3000):
-        if httpx.get(server.url + "/health").status_code == 200:
+        if httpx.get(server.url + "/health", timeout=60).status_code == 200:
             return
         assert server.process.poll() is None, f"the server ended: {server.log}"
         time.sleep(0.02)

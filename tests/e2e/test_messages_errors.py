@@ -153,7 +153,7 @@ def test_deep_values(limited, depth):
 def test_half_a_surrogate_pair(limited):
     body = b'{"max_tokens": 2, "messages": [{"role": "user", "content": "\\ud83d"}]}'
     headers = {**KEY, "Content-Type": "application/json"}
-    reply = httpx.post(limited.url + PATH, content=body, headers=headers)
+    reply = httpx.post(limited.url + PATH, content=body, headers=headers, timeout=60)
     error_of(reply, 400)
 
 

@@ -320,7 +320,7 @@ def test_it_waits_for_the_model(driver):
     with start(ready=False) as server:
         page = Page(driver, server)
         page.ready()
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
 
 
 def test_a_server_that_is_lost_and_comes_back(driver):

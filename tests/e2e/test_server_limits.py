@@ -50,13 +50,17 @@ def test_deep_bodies(limited, depth):
 def test_huge_bodies(limited):
     big = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
     headers = {**FIRST, "Content-Type": "application/json"}
-    error_of(httpx.post(limited.url + "/v1/completions", content=big, headers=headers), 413)
+    error_of(
+        httpx.post(limited.url + "/v1/completions", content=big, headers=headers, timeout=60), 413
+    )
 
     def chunks():
         for _ in range(20):
             yield b" " * 100_000
 
-    reply = httpx.post(limited.url + "/v1/completions", content=chunks(), headers=headers)
+    reply = httpx.post(
+        limited.url + "/v1/completions", content=chunks(), headers=headers, timeout=60
+    )
     error_of(reply, 413)
 
 

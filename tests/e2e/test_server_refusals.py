@@ -18,7 +18,9 @@ from tests.e2e.calls import CHAT, FIRST, HELLO, error_of
 def test_malformed_bodies(limited, body):
     headers = {**FIRST, "Content-Type": "application/json"}
     for path in (CHAT, "/v1/completions", "/tokenize"):
-        error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
+        error = error_of(
+            httpx.post(limited.url + path, content=body, headers=headers, timeout=60), 400
+        )
         assert error["type"] == "invalid_request_error"
         if body in (b"{", b"\xff\xfe", b"[" * 10_000, b"\0"):
             assert error["code"] == "invalid_json"
@@ -27,7 +29,7 @@ def test_malformed_bodies(limited, body):
 def test_a_body_of_another_type(limited):
     body, kind = b'{"prompt": "a"}', "application/x-www-form-urlencoded"  # as curl -d sends it
     headers = {**FIRST, "Content-Type": kind}
-    reply = httpx.post(f"{limited.url}/v1/completions", content=body, headers=headers)
+    reply = httpx.post(f"{limited.url}/v1/completions", content=body, headers=headers, timeout=60)
     expected = f"The header Content-Type is '{kind}', but must be 'application/json'."
     assert error_of(reply, 400)["message"] == expected
 
@@ -118,7 +120,7 @@ def test_parts_of_a_message(server):
 def test_refused_fields_are_named(limited, fields, param):
     content = json.dumps({**HELLO, "max_tokens": 2, **fields})
     headers = {**FIRST, "Content-Type": "application/json"}
-    reply = httpx.post(limited.url + CHAT, content=content, headers=headers)
+    reply = httpx.post(limited.url + CHAT, content=content, headers=headers, timeout=60)
     error = error_of(reply, 404 if "model" in fields else 400)
     assert error["param"] == param
     assert (param or "output").split("[")[0].split(".")[0] in error["message"]
@@ -233,7 +235,7 @@ def test_refused_completions(limited, body):
 )
 def test_prompts_that_are_refused_are_named(limited, path, body, param):
     headers = {**FIRST, "Content-Type": "application/json"}
-    error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
+    error = error_of(httpx.post(limited.url + path, content=body, headers=headers, timeout=60), 400)
     assert param in (None, error["param"])
 
 

@@ -201,7 +201,7 @@ def test_cancel_ends_a_stream(few):
 def test_delete_ends_a_response(few):
     made = post(few, **LONG, background=True)
     assert few.metric("vllm:num_requests_running") + few.metric("vllm:num_requests_waiting")
-    assert httpx.delete(f"{few.url}{PATH}/{made['id']}").json() == {
+    assert httpx.delete(f"{few.url}{PATH}/{made['id']}", timeout=60).json() == {
         "id": made["id"],
         "object": "response",
         "deleted": True,
@@ -212,7 +212,7 @@ def test_delete_ends_a_response(few):
 
 def test_a_client_that_leaves(few):
     """Its response is cancelled and stored."""
-    with httpx.stream("POST", few.url + PATH, json={**LONG, "stream": True}) as reply:
+    with httpx.stream("POST", few.url + PATH, json={**LONG, "stream": True}, timeout=60) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith("data:"))
         id = json.loads(next(lines)[6:])["response"]["id"]
         for _ in range(5):
@@ -227,7 +227,9 @@ def test_a_client_that_leaves(few):
 
 def test_a_stopping_server_ends_responses(few):
     with start("--shutdown-timeout", "0.5") as server:
-        with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}) as reply:
+        with httpx.stream(
+            "POST", server.url + PATH, json={**LONG, "stream": True}, timeout=60
+        ) as reply:
             lines = (line for line in reply.iter_lines() if line.startswith("data:"))
             next(lines)
             server.process.terminate()

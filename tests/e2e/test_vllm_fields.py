@@ -277,15 +277,21 @@ def test_root_path_of_a_proxy(behind_a_proxy):
     key = {"Authorization": "Bearer k"}
     for root in ("", "/llm/a"):
         url = behind_a_proxy.url + root
-        assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == MODEL
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/health").status_code == 200  # needs no key, as before
-        assert httpx.get(f"{url}/").status_code == 200
+        assert (
+            httpx.get(f"{url}/v1/models", headers=key, timeout=60).json()["data"][0]["id"] == MODEL
+        )
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200  # needs no key, as before
+        assert httpx.get(f"{url}/", timeout=60).status_code == 200
         own = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
         assert complete(own).usage.completion_tokens == 8
-    assert httpx.get(f"{behind_a_proxy.url}/llm/b/health", headers=key).status_code == 404
-    assert httpx.get(f"{behind_a_proxy.url}/llm/a").headers["location"].endswith("/llm/a/")
-    schema = httpx.get(f"{url}/openapi.json", headers=key).json()
+    assert (
+        httpx.get(f"{behind_a_proxy.url}/llm/b/health", headers=key, timeout=60).status_code == 404
+    )
+    assert (
+        httpx.get(f"{behind_a_proxy.url}/llm/a", timeout=60).headers["location"].endswith("/llm/a/")
+    )
+    schema = httpx.get(f"{url}/openapi.json", headers=key, timeout=60).json()
     assert schema["servers"] == [{"url": "/llm/a"}]
 
 

@@ -31,7 +31,7 @@ from cpmcu.options import option
 from tests.engine.drafted import Drive
 from tests.engine.harness import generate, make_engine, random_ids
 from tests.reference.tiny_checkpoints import random_weights, tiny_config
-from tests.unit.test_extension_points import VOCAB, load_plugin, write_model
+from tests.unit.plugins import VOCAB, load_plugin, write_model
 
 MOST = 15  # levels
 

@@ -8,9 +8,6 @@ a Python class.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,10 +54,10 @@ from cpmcu.serving.tool_parsers.registry import (
 from tests.engine.harness import generate, make_engine, prefill, random_ids, sampling
 from tests.engine.prefix import Job, running
 from tests.reference.engines import prompt_logits
-from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_safetensors
+from tests.reference.tiny_checkpoints import random_weights, tiny_config
+from tests.unit.plugins import VOCAB, load_plugin, write_model
 
 ROOT = Path(__file__).parents[2]
-VOCAB = 96
 
 
 @register_model("ToyForCausalLM")
@@ -117,13 +114,6 @@ def _packer(name: str, out: str) -> Any:
         return {out: (parts << np.array([0, 2, 4, 6], np.uint8)).sum(-1).astype(np.uint8)}
 
     return pack
-
-
-def write_model(directory: Path, config: dict[str, Any], weights: Mapping[str, Any]) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    write_safetensors(directory / "model.safetensors", weights)
-    return directory
 
 
 @register_drafter("repeat")
@@ -221,20 +211,6 @@ def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=4)
     weights = mixed_weights(config)
     return write_model(folder / "model", config | {"architectures": ["MixedForCausalLM"]}, weights)
-
-
-def load_plugin(name: str, folder: Path) -> None:
-    """Compiles tests/plugins/<name>.cpp and loads it."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    library = folder / f"{name}.so"
-    source = ROOT / "tests" / "plugins" / f"{name}.cpp"
-    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    from cpmcu import C
-
-    C.load_plugin(str(library))
 
 
 def test_toy_model_from_outside(tmp_path: Path) -> None:
