@@ -25,7 +25,7 @@ from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompt
 from cpmcu.sampling import SamplingParams
-from cpmcu.shipped import shipped
+from cpmcu.shipped import chat_model, shipped
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:
@@ -194,6 +194,8 @@ def _configs(
             parsed.model, parsed.prompt_text = model_and_prompt(
                 parsed.plain_words, parsed.model, parsed.prompt_text, parsed.prompt_file
             )
+            if parsed.model is None and parsed.chat:
+                parsed.model = chat_model()
         if parsed.max_tokens is None and not parsed.chat:
             code = _completes_code(parsed.model)
             parsed.max_tokens = SHIPPED_TOKENS if code else DEFAULT_TOKENS

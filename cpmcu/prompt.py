@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cpmcu.checks import shown
-from cpmcu.shipped import shipped
+from cpmcu.shipped import packaged_model, shipped
 
 DEFAULT_PROMPT = "Who are you"
 SHIPPED_PROMPT = '''import os
@@ -34,15 +34,17 @@ Note = Callable[[str], None]
 def names_model(word: str) -> bool:
     """Is this argument a model, not a prompt?
 
-    A model looks like a path or a repository id, or names a shipped model, a directory with
-    config.json or a weights file.
+    A model looks like a path or a repository id, or names a shipped model, an installed package
+    with a model, a directory with config.json or a GGUF file, or a weights file.
     """
     if not re.search(r"\s", word):
         looks = word.startswith(("/", "./", "../", "~")) or word.endswith(_WEIGHT_FILES)
         if looks or _REPO_ID.fullmatch(word):
             return True
     try:
-        return shipped(word) is not None or (Path(word) / "config.json").is_file()
+        if shipped(word) is not None or packaged_model(word) is not None:
+            return True
+        return (Path(word) / "config.json").is_file() or any(Path(word).glob("*.gguf"))
     except (OSError, ValueError):  # not a valid path
         return False
 

@@ -21,6 +21,7 @@ from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, name
 from cpmcu.errors import sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.serving.config import ServerConfig
+from cpmcu.shipped import chat_model
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
     try:
-        parsed.model = named_model(parsed)
+        parsed.model = named_model(parsed) or chat_model()
         config = from_flags(ServerConfig, parsed)
         engine = engine_config(parsed)
     except ValueError as error:

@@ -55,6 +55,12 @@ def packaged_model(name: str = CHAT_PACKAGE) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
+def chat_model() -> str | None:
+    """The name of the chat model that chat and serve take by default; None if none is installed."""
+    installed = packaged_model() is not None and importlib.util.find_spec("gguf") is not None
+    return CHAT_PACKAGE if installed else None
+
+
 def shipped_draft(target: Path, method: str = "auto") -> Path | None:
     """Directory of the shipped draft of this kind for a shipped `target`, else None."""
     target = target.resolve()

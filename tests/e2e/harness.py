@@ -77,9 +77,14 @@ class Server:
 
 @contextlib.contextmanager
 def start(*flags: str, ready: bool = True, environment: Mapping[str, str] = {}) -> Iterator[Server]:
-    """Runs `python -m cpmcu.server` on a free port until the end of the block."""
+    """Runs `python -m cpmcu.server` on a free port until the end of the block.
+
+    Without a model in `flags` it serves the shipped one, whatever chat model is installed.
+    """
     command = [sys.executable, "-m", "cpmcu.server", "--port", "0", "--num-threads", "1"]
     command += ["--device", "cpu", *flags]
+    if not any(flag.startswith("--model") for flag in command):
+        command += ["--model-path", "tiny-python-minicpm"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **environment}
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"

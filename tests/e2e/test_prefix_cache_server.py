@@ -217,7 +217,17 @@ def test_a_billing_header_can_be_kept():
 
 def test_a_chat_in_the_terminal_says_what_was_cached():
     lines = "def walk(root, found): return [root, found] + [name for name in found] " * 8
-    command = [sys.executable, "-m", "cpmcu", "chat", "--device", "cpu", "--num-threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "cpmcu",
+        "chat",
+        "tiny-python-minicpm",
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+    ]
     command += ["--max-tokens", "8", "--temperature", "0"]
     run = subprocess.run(
         command,
