@@ -75,14 +75,16 @@ def read_prompt(
 ) -> str | None:
     """The given prompt with piped input appended; None if there is neither.
 
+    Of a file and of piped input, one newline at the end is left out, and nothing else.
+
     Raises OSError for an unreadable file and for `file` "-" without stdin. Raises ValueError for an
     empty file and for text that is not UTF-8.
     """
     if file == "-":
-        return _filled(_read_stdin(note).strip(), "the prompt from stdin")
-    given = text if file is None else _filled(_read(file, file).strip(), file)
-    piped = _read_stdin(note).strip("\n") if append_piped and is_piped() else ""
-    parts = [part for part in (given, piped) if part]
+        return _filled(_read_stdin(note), "the prompt from stdin")
+    given = text if file is None else _filled(_read(file, file), file)
+    piped = _read_stdin(note) if append_piped and is_piped() else ""
+    parts = [part for part in (given, piped) if part and part.strip()]
     return "\n\n".join(parts) if parts else given
 
 
@@ -110,12 +112,12 @@ def _read_stdin(note: Note) -> str:
 def _read(source: int | str, name: str) -> str:
     try:
         with open(source, encoding="utf-8", closefd=source != 0) as file:
-            return file.read().rstrip()
+            return file.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from error
 
 
 def _filled(text: str, name: str) -> str:
-    if not text:
+    if not text.strip():
         raise ValueError(f"{name} is empty, but must have some text")
     return text

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.checks import one_line, shown
-from cpmcu.engine.json_schema import endless_reference, one_of_is_any_of
+from cpmcu.engine.json_schema import endless_reference, one_of_is_any_of, simplified
 from cpmcu.grammar import Grammar, GrammarError
 from cpmcu.tokenizer import Tokenizer
 
@@ -149,7 +149,8 @@ class GrammarCompiler:
         make = self._library.LLMatcher
         if grammar.kind == "json_schema":
             options = {"coerce_one_of": True} if one_of_is_any_of(grammar.source) else None
-            return str(make.grammar_from_json_schema(grammar.source, defaults=options))
+            source = simplified(grammar.source)
+            return str(make.grammar_from_json_schema(source, defaults=options))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":

@@ -1,4 +1,7 @@
-"""What llguidance does not find out about JSON schemas: `oneOf` that is `anyOf`, endless `$ref`s.
+"""What llguidance does not find out about JSON schemas, and keywords that it refuses needlessly.
+
+A keyword that restricts nothing is left out: a `format` that is only an annotation,
+`uniqueItems: false`, a `$schema` with an unusual spelling. A `$ref` is encoded as a URI.
 
 `oneOf` allows values that match exactly one alternative. If no value matches two alternatives, as
 in the unions that pydantic writes, `anyOf` allows the same values. llguidance does not detect this
@@ -9,11 +12,66 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 _MAX_REFS = 16  # longest sequence of references to references
 _MAX_ALTERNATIVES = 64  # all pairs are compared
+# Formats that llguidance enforces. By the standard, any other is an annotation.
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
+_FORMATS |= {"uuid", "uri"}
+# Keywords whose values hold schemas: by name, in a list, alone.
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_IN_LIST = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_ALONE = {"items", "additionalItems", "additionalProperties", "unevaluatedProperties", "not"}
+_ALONE |= {"unevaluatedItems", "contains", "propertyNames", "if", "then", "else"}
+_DRAFT = re.compile(r"draft[-/](?:0?([3-7])|(\d{4}-\d\d))/")
+
+
+def simplified(source: str) -> str:
+    """A schema (JSON text) without keywords that restrict nothing; the same text if it has none."""
+    try:
+        root = json.loads(source)
+        found = _simplified(root)
+        return source if found == root else json.dumps(found, ensure_ascii=False)
+    except RecursionError:
+        return source
+
+
+def _simplified(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
+            continue
+        if key == "uniqueItems" and value is False:
+            continue
+        if key == "$schema" and isinstance(value, str):
+            if (value := _known_draft(value)) is None:
+                continue
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            value = "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@?")
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            value = {name: _simplified(each) for name, each in value.items()}
+        elif key in _IN_LIST | {"items"} and isinstance(value, list):
+            value = [_simplified(each) for each in value]
+        elif key in _ALONE:
+            value = _simplified(value)
+        found[key] = value
+    return found
+
+
+def _known_draft(uri: str) -> str | None:
+    """The usual spelling of a draft's URI; None for another URI."""
+    match = _DRAFT.search(uri + "/")
+    if match is None or "json-schema.org" not in uri:
+        return None
+    if match[2] is not None:
+        return f"https://json-schema.org/draft/{match[2]}/schema"
+    return f"http://json-schema.org/draft-0{match[1]}/schema#"
 
 
 def one_of_is_any_of(source: str) -> bool:
@@ -100,7 +158,7 @@ def _target(reference: str, root: Any) -> Any:
     """What a reference refers to within `root`; None if there is no such place."""
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
 

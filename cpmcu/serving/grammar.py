@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.checks import shown
 from cpmcu.grammar import Grammar
 from cpmcu.serving.errors import ApiError, refused
 
@@ -90,11 +91,21 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
 
 
 def of_arguments(parameters: dict[str, Any]) -> Grammar:
-    """Returns the grammar of a call's arguments.
+    """Returns the grammar of a call's arguments, which are an object whatever the schema says.
 
-    White space is not allowed: a weak model may generate it without end.
+    White space is not allowed: a weak model may generate it without end. Raises ApiError (400) for
+    a schema of another type.
     """
-    schema = {"x-guidance": {"whitespace_flexible": False}, **parameters}
+    stated = parameters.get("type", "object")
+    if "object" not in (stated if isinstance(stated, list) else [stated]):
+        raise ApiError(
+            400,
+            f"tools: the parameters of a function have type {shown(stated)}, but must be an "
+            "object.",
+            param="tools",
+            code="invalid_value",
+        )
+    schema = {"x-guidance": {"whitespace_flexible": False}, **parameters, "type": "object"}
     return make("tool_choice", Grammar.json_schema, schema)
 
 
@@ -106,10 +117,13 @@ def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
     """
     calls: list[str] = []
     parts: dict[str, Grammar] = {}
-    for i, (name, parameters) in enumerate(tools.items()):
-        parts[f"tool_{i}"] = of_arguments(parameters)
+    for name, parameters in tools.items():
+        label = "tool_" + re.sub(r"[^a-z0-9]+", "_", name.lower())
+        if label in parts:
+            label += f"_{len(parts)}"
+        parts[label] = of_arguments(parameters)
         head = f'{{"name":{json.dumps(name, ensure_ascii=False)},"parameters":'
-        calls.append(f'{json.dumps(head, ensure_ascii=False)} @tool_{i} "}}"')
+        calls.append(f'{json.dumps(head, ensure_ascii=False)} @{label} "}}"')
     more = ' ("," call)*' if several else ""
     start = f'start: "[" call{more} "]"\ncall: ' + "\n  | ".join(calls)
     return make("tool_choice", Grammar.composed, start, parts)

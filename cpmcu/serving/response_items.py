@@ -48,9 +48,6 @@ def to_chat(body: ResponsesRequest, items: Sequence[Placed]) -> tuple[ChatReques
         conversation.add(place, item)
     messages, places = conversation.finish()
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables = dict(body.chat_template_kwargs or {})
-    if effort == "none":
-        variables.setdefault("enable_thinking", False)
     sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     chat = ChatRequest(
         **sampling,
@@ -63,7 +60,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Placed]) -> tuple[ChatReques
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs,
         reasoning_effort=effort,
-        chat_template_kwargs=variables,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     chat.check()
     return chat, Origin("input", places)

@@ -11,7 +11,8 @@ from tokenizers_for_tests import byte_fallback, byte_level, write_directory
 
 from cpmcu import Grammar
 from cpmcu.grammar import GrammarError
-from cpmcu.serving.grammar import after_thinking, of_calls, or_calls
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.grammar import after_thinking, of_arguments, of_calls, or_calls
 from cpmcu.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -81,11 +82,34 @@ def test_tool_calls(compiler, text: str, fits: bool | int):
 def test_the_error_names_the_tool_with_the_invalid_schema(compiler):
     wrong = of_calls({"f": TREE, "g": {"$ref": "#/$defs/none"}}, several=True)
     for grammar in (wrong, after_thinking(wrong, TAGS, (None, None), begun=True)):
-        with pytest.raises(ValueError, match=r"^the json schema of tool_1 cannot be used: .*none"):
+        with pytest.raises(ValueError, match=r"^the json schema of tool_g cannot be used: .*none"):
             compiler.start(grammar)
     answer = after_thinking(Grammar.regex("a("), TAGS, (None, None), begun=True)
     with pytest.raises(ValueError, match=r"^the regex cannot be used: .*unclosed"):
         compiler.start(answer)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"leaf": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"type": "object"}, {"type": "null"}]},
+        {"$ref": "#/$defs/Any", "$defs": {"Any": {}}},
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_says(compiler, parameters: dict):
+    grammar = of_arguments(parameters)
+    assert accepts(compiler, grammar, '{"leaf":1}')
+    for text in ('"text"', "5", "null", "[1]", "true"):
+        assert not accepts(compiler, grammar, text)
+
+
+def test_parameters_of_another_type_are_refused():
+    for stated in ("string", ["null", "array"], 5):
+        with pytest.raises(ApiError, match=r"have type .*, but must be an object"):
+            of_arguments({"type": stated})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +154,8 @@ def test_mutually_exclusive_alternatives(compiler):
     ):
         assert accepts(compiler, grammar, frame % '{"kind":"circle","radius":1}')
         assert accepts(compiler, grammar, frame % '{"kind":"square","side":1}')
-        assert accepts(compiler, grammar, frame % "null")
+        # The arguments of a call are an object, whatever the schema says.
+        assert accepts(compiler, grammar, frame % "null") == (frame == "%s")
         assert not accepts(compiler, grammar, frame % '{"kind":"square","radius":1}')
 
 

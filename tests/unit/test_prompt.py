@@ -33,7 +33,10 @@ def test_piped_input_is_the_prompt_or_is_appended(tmp_path):
     path = tmp_path / "question"
     path.write_text("Explain:\n")
     assert prompt("import os\n")[0] == "import os"
-    assert prompt("\n    x = 1\n", text="def f():")[0] == "def f():\n\n    x = 1"
+    assert prompt("\n    x = 1\n", text="def f():")[0] == "def f():\n\n\n    x = 1"
+    assert prompt("return a + ")[0] == "return a + "
+    assert prompt("  x\n\n", file="-")[0] == "  x\n"
+    assert prompt("\n", text="p")[0] == "p"
     assert prompt("import os\n", file=str(path))[0] == "Explain:\n\nimport os"
     assert prompt("import os\n", file=str(path), text="lost")[0] == "Explain:\n\nimport os"
     assert prompt("import os\n", file="-", text="lost")[0] == "import os"

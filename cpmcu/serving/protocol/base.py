@@ -204,7 +204,9 @@ class SamplingRequest(RequestModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits; -1: a random one"
+    )
     min_tokens: int | None = Field(None, ge=0, description="Least tokens of an output")
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
@@ -311,7 +313,7 @@ class GenerationRequest(SamplingRequest):
             "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
-            "seed": None if self.seed is None else self.seed % SEED_LIMIT,
+            "seed": None if self.seed in (None, -1) else self.seed % SEED_LIMIT,
             "n": self.num_choices,
             "min_tokens": self.min_tokens or 0,
             "stop": self._stops(),

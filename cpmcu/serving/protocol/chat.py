@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cpmcu.serving import strict_json
 from cpmcu.serving.errors import ApiError, unknown_part
@@ -59,6 +59,11 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _none_without_calls(cls, value: Items[ToolCallPart] | None) -> Items[ToolCallPart] | None:
+        return value or None  # templates ask whether there are calls, not how many
 
     def texts(self) -> Sequence[str]:
         """All texts of the message."""
@@ -163,6 +168,13 @@ class ChatRequest(GenerationRequest):
     echo: bool | None = Field(
         False, description="Prepend the last message if its role is that of the answer"
     )
+
+    @model_validator(mode="after")
+    def _effort_none_is_no_thinking(self) -> ChatRequest:
+        if self.reasoning_effort == "none":
+            kwargs = self.chat_template_kwargs or {}
+            self.chat_template_kwargs = {"enable_thinking": False, **kwargs}
+        return self
 
     def check(self) -> None:
         """Raises ApiError (400) for an invalid combination of fields."""

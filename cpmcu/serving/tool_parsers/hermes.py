@@ -28,6 +28,11 @@ class HermesParser(JsonCallParser):
                 if (yield from self.literal(_END)):
                     self.content("" if not opening else opening + gap + _END)
                     break
+                if (yield from self.literal("[")):  # several calls between two tags
+                    if not (yield from self.json_list(f"{opening}{gap}[", _END)):
+                        break
+                    opening = ""
+                    continue
                 if (yield from self.peek()) != "{":
                     self.content(opening + gap)
                     break

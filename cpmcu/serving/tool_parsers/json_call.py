@@ -33,6 +33,7 @@ class JsonCallParser(ToolParser):
             self.end_call()
             if whole:  # further members, such as an id
                 yield from self.json_rest(_drop, stop, depth=1)
+            yield from self._surplus()
             return None
         self.rewind()
         pieces: list[str] = []
@@ -45,23 +46,25 @@ class JsonCallParser(ToolParser):
         self.begin_call(call.name)
         self.arguments(call.arguments)
         self.end_call()
+        yield from self._surplus()
         return None
 
-    def json_list(self, opening: str, stop: str | None) -> Steps[None]:
+    def json_list(self, opening: str, stop: str | None) -> Steps[bool]:
         """Reads objects with commas between them, and a bracket after them.
 
-        `opening` is the text before the first object. It is content if that is no call.
+        `opening` is the text before the first object. It is content if that is no call. False: an
+        object was no call, and is content.
         """
         while True:
             opening += yield from self.space()
             text = yield from self.json_call(stop)
             if text is not None:
                 self.content(opening + text)
-                return
+                return False
             yield from self.space()
             if not (yield from self.literal(",")):
                 yield from self.literal("]")
-                return
+                return True
             opening = ","
 
     def _head(self) -> Steps[str | None]:
@@ -73,6 +76,11 @@ class JsonCallParser(ToolParser):
         if not (yield from self.literal(",")) or (yield from self.key()) not in _KEYS:
             return None
         return name if (yield from self.peek()) == "{" else None
+
+    def _surplus(self) -> Steps[None]:
+        """Drops closing brackets that a model wrote too many."""
+        while (yield from self.literal("}")):
+            pass
 
     def key(self) -> Steps[str | None]:
         """Reads the key of a member, the colon, and white space around them."""
@@ -104,6 +112,8 @@ class JsonCallParser(ToolParser):
         try:
             if isinstance(arguments, str):  # a JSON string within the JSON
                 arguments = strict_json.read(arguments)
+            if arguments is None:
+                arguments = {}
             if not isinstance(arguments, dict):
                 return None
             return ToolCall(value["name"], strict_json.write(arguments))

@@ -21,11 +21,12 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
-# A value may contain a tag. It ends where the text after the tag continues the call. Some models
-# leave out the end tag of the last parameter.
+# A value may contain an end tag. It ends where the text after the tag continues the call. Some
+# models leave out the end tag of a parameter: the next begin tag ends its value, too.
 _ENDS = (
     End(_PARAMETER_END, (_PARAMETER, _FUNCTION_END, _END)),
     End(_FUNCTION_END, (_END,), consumed=False),
+    End(_PARAMETER, ("",), consumed=False),
 )
 
 
