@@ -8,12 +8,13 @@ prompt.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
@@ -25,6 +26,8 @@ from cpmcu.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 
 _FOLDER = "additional_chat_templates"
+_ASKED = {"role": "user", "content": "a"}
+_ANSWERED = {"role": "assistant", "content": "b"}
 
 
 class ChatTemplateError(ValueError):
@@ -43,6 +46,7 @@ class ChatTemplate:
         self.source = source
         self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
+        self._probes: dict[str, str] = {}  # messages of `_probe` -> prompt
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -93,34 +97,100 @@ class ChatTemplate:
         adding special tokens: the template writes them. Raises ChatTemplateError if the template
         refuses the conversation or a message is malformed.
         """
+        given = {
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         template = self._tool_template if tools and self._tool_template else self._template
-        plain = [joined(message) for message in messages]
+        plain = [self._plain(message) for message in messages]
+        filled = [_filled(message) for message in plain]
+        if filled == plain:
+            return _rendered(template, plain, given)
+        # transformers passes null on, and some templates ask for it. Others fail or write "None".
         try:
-            own = {
-                "messages": plain,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-            given = {"documents": None, **self._special_tokens, **variables, **own}
-            with limited(given):
-                return template.render(given)
-        except Exception as error:  # a template can raise any exception
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise ChatTemplateError(
-                f"the chat template failed for this conversation: {kind}{one_line(error)}"
-            ) from error
+            text = _rendered(template, plain, given)
+        except ChatTemplateError:
+            return _rendered(template, filled, given)
+        if "None" in text:
+            safe = _rendered(template, filled, given)
+            return text if text.count("None") <= safe.count("None") else safe
+        return text
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """The message for the template: parts as they are if it takes them, else their text."""
+        found = joined(message)
+        parts = message.get("content")
+        if isinstance(parts, list) and self.takes_parts(found["role"]):
+            return {**found, "content": [dict(part) for part in parts]}
+        return found
+
+    def takes_parts(self, role: str) -> bool:
+        """Does the template take a list of parts as the content of a message with this role?"""
+        texts = ("cpmcu-part-1", "cpmcu-part-2")
+        parts = [{"type": "text", "text": text} for text in texts]
+        text = self._probe({"role": role, "content": parts})
+        return all(text.count(part) == 1 for part in texts) and "text'" not in text
+
+    def knows_role(self, role: str) -> bool:
+        """Does the template write the content of messages with this role?"""
+        return "cpmcu-mark" in self._probe({"role": role, "content": "cpmcu-mark"})
+
+    @functools.cached_property
+    def takes_later_system(self) -> bool:
+        """Does the template take a system message after the conversation has begun?"""
+        later = {"role": "system", "content": "cpmcu-mark"}
+        return "cpmcu-mark" in self._probe(_ASKED, _ANSWERED, later, _ASKED)
+
+    def _probe(self, *messages: dict[str, Any]) -> str:
+        """The prompt of a conversation, with a question if it has none; "" if it is refused."""
+        key = json.dumps(messages)
+        if key not in self._probes:
+            first, rest = messages[0], list(messages[1:])
+            if first["role"] in ("system", "developer") and not rest:
+                rest = [_ASKED]
+            before = [_ASKED] if first["role"] == "assistant" else []
+            given: dict[str, Any] = {"documents": None, **self._special_tokens, "tools": None}
+            given["add_generation_prompt"] = False
+            try:
+                self._probes[key] = _rendered(self._template, [*before, first, *rest], given)
+            except ChatTemplateError:
+                self._probes[key] = ""
+        return self._probes[key]
+
+
+def _rendered(template: Template, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+    """Raises ChatTemplateError if the template fails."""
+    given = {**given, "messages": messages}
+    try:
+        with limited(given):
+            return template.render(given)
+    except Exception as error:  # a template can raise any exception
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ChatTemplateError(
+            f"the chat template failed for this conversation: {kind}{one_line(error)}"
+        ) from error
+
+
+def _filled(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": ""} if message.get("content", "") is None else message
 
 
 def joined(message: Message) -> dict[str, Any]:
-    """The message with string content: the texts of a list of parts are joined by newlines.
+    """The message with string content: the texts of a list of parts are joined by nothing.
 
-    Keys with value None are dropped, because templates would print "None". Raises
-    ChatTemplateError if `message` is not a message or a part is not text.
+    Keys with value None are dropped, because templates would print "None"; the content of an
+    assistant's message stays None. Raises ChatTemplateError if `message` is not a message or a
+    part is not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"a message must be a mapping with a role, found {shown(message)}")
     found = {key: value for key, value in message.items() if value is not None}
     content = found.get("content")
+    if message["role"] == "assistant" and "content" in message and content is None:
+        found["content"] = None
     if not isinstance(content, list):
         return found
     texts = []
@@ -129,7 +199,7 @@ def joined(message: Message) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ChatTemplateError(f"content parts must be of type text, found {shown(kind)}")
         texts.append(part["text"])
-    return {**found, "content": "\n".join(texts)}
+    return {**found, "content": "".join(texts)}
 
 
 def _in_files(directory: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -113,24 +114,72 @@ def render(
             "--chat-template.",
             code="no_chat_template",
         )
-    plain = [message.to_template() for message in messages]
     fields: dict[str, Any] = {k: v for k, v in variables.items() if k not in _OWN}
     fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools] or None
 
-    def rendered() -> str:
+    def rendered(plain: Sequence[dict[str, Any]]) -> str:
+        settled = with_known_roles(template, plain)
         if continue_final_message:
-            return _continued(template, plain, fields)
-        return template.render(plain, add_generation_prompt=add_generation_prompt, **fields)
+            return _continued(template, settled, fields)
+        return template.render(settled, add_generation_prompt=add_generation_prompt, **fields)
 
+    plain = [message.to_template() for message in messages]
     try:
         try:
-            return rendered()
+            return rendered(plain)
         except ChatTemplateError:
+            if not any(message.tool_calls for message in messages):
+                raise
+            as_text = [message.to_template(arguments_as_text=True) for message in messages]
+            with contextlib.suppress(ChatTemplateError):
+                return rendered(as_text)  # some templates add the text of arguments to others
             if not _wrap_texts(plain):
                 raise
-            return rendered()
+            return rendered(plain)
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param=origin.field, code="chat_template_error") from error
+
+
+def with_known_roles(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The messages with roles that the template knows; the rule of every interface.
+
+    * A developer is the system if the template does not know developers.
+    * System messages at the beginning become one, and the user's if the template leaves them out.
+    * Later ones keep their place if the template allows that. Else they become the user's, and
+      join the user's messages beside them, since strict templates want turns.
+    """
+    roles = [message["role"] for message in messages]
+    if "developer" in roles and not template.knows_role("developer"):
+        roles = ["system" if role == "developer" else role for role in roles]
+    found = [{**message, "role": role} for message, role in zip(messages, roles, strict=True)]
+    count = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    if count > 1:
+        found[:count] = [_one(found[:count])]
+        count = 1
+    if count and not template.knows_role("system"):
+        count = 0
+    elif template.takes_later_system or all(m["role"] != "system" for m in found[count:]):
+        return found
+    turns, joins = found[:count], False
+    for message in found[count:]:
+        converted = message["role"] == "system"
+        if converted:
+            message["role"] = "user"
+        both_users = bool(turns) and turns[-1]["role"] == message["role"] == "user"
+        if both_users and (converted or joins):
+            turns[-1] = _one([turns[-1], message])
+        else:
+            turns.append(message)
+        joins = converted
+    return turns
+
+
+def _one(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One message with the texts of all."""
+    texts = [joined(message).get("content") or "" for message in messages]
+    return {**messages[0], "content": "\n\n".join(filter(None, texts))}
 
 
 def _wrap_texts(messages: Sequence[dict[str, Any]]) -> bool:
@@ -152,7 +201,7 @@ def _continued(
     """Returns the prompt up to the end of the last message, without the end of its turn."""
     mark = f"{uuid.uuid4().hex} "  # its space is missing if the template trims messages
     message = joined(messages[-1])
-    last = message["content"]
+    last = message.get("content") or ""
     marked = [*messages[:-1], {**message, "content": last + mark}]
     text = template.render(marked, add_generation_prompt=False, **fields)
     begun, found, closing = text.rpartition(mark.rstrip())

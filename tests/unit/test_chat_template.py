@@ -34,7 +34,7 @@ def test_blocks_are_trimmed():
 
 def test_content_parts_are_joined():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "one\ntwo" in render(CHATML, [{"role": "user", "content": parts}])
+    assert "onetwo" in render(CHATML, [{"role": "user", "content": parts}])
     with pytest.raises(ChatTemplateError, match="must be of type text, found 'image_url'"):
         render(CHATML, [{"role": "user", "content": [{"type": "image_url"}]}])
 

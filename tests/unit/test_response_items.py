@@ -84,10 +84,16 @@ def test_one_turn_of_the_assistant_is_one_message():
         "role": "assistant",
         "content": "I look.",
         "reasoning_content": "hm",
+        "thinking": "hm",
         "tool_calls": [call("c1", "f", {"x": 1}), call("c2", "g", {})],
     }
     assert found[2] == {"role": "tool", "content": "one", "tool_call_id": "c1"}
-    assert found[3] == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert found[3] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "thinking": "hm",
+    }
     assert places == ["input[0]", "input[1]", "input[5]", "input[6]"]
 
 
@@ -96,7 +102,7 @@ def test_a_second_text_begins_a_second_message():
     found = messages(input=[USER, said, said, CALL])
     assert [len(message.get("tool_calls", [])) for message in found] == [0, 0, 1]
     found = messages(input=[USER, CALL, said])
-    assert [message["content"] for message in found] == ["a", "", "b"]
+    assert [message["content"] for message in found] == ["a", None, "b"]
 
 
 @pytest.mark.parametrize("text", ["hm", "三 \n", "x" * 1000])

@@ -73,13 +73,18 @@ class ChatMessage(RequestModel):
         found += [call.function.arguments for call in self.tool_calls or []]
         return [text for text in found if text]
 
-    def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: the arguments of calls are objects."""
+    def to_template(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
+        """The message as chat templates expect it: the arguments of calls are objects.
+
+        `arguments_as_text`: they stay the text that the client sent.
+        """
         message = self.model_dump(exclude_none=True)
-        message.setdefault("content", "")
-        if self.reasoning is not None:
-            message.setdefault("reasoning_content", self.reasoning)
-        for call in message.get("tool_calls", []):
+        message.setdefault("content", None if self.role == "assistant" else "")
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning is not None:  # templates read it under one of these names
+            message["reasoning_content"] = reasoning
+            message.setdefault("thinking", reasoning)
+        for call in [] if arguments_as_text else message.get("tool_calls", []):
             try:
                 arguments = call["function"]["arguments"] or "{}"
                 call["function"]["arguments"] = strict_json.read(arguments)
@@ -257,7 +262,7 @@ class ChatRequest(GenerationRequest):
         if not self.echo or (self.add_generation_prompt and last.role != "assistant"):
             return ""
         if isinstance(last.content, list):
-            return "\n".join(part.text or "" for part in last.content)
+            return "".join(part.text or "" for part in last.content)
         return last.content or ""
 
 
