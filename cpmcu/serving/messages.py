@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.serving import strict_json
@@ -38,15 +38,12 @@ BLOCK_TYPES = {
 }
 
 
-def to_chat(
-    body: CountRequest, *, later_system: Literal["system", "user"] = "system"
-) -> tuple[ChatRequest, Origin]:
+def to_chat(body: CountRequest) -> tuple[ChatRequest, Origin]:
     """Returns the chat request whose prompt and answer are those of `body`.
 
-    `later_system`: the role of system messages that do not begin the conversation. Raises ApiError
-    (400) for a block that is malformed or not supported.
+    Raises ApiError (400) for a block that is malformed or not supported.
     """
-    turns = _Turns(later_system)
+    turns = _Turns()
     if body.system:
         turns.add("system", body.system, "system")
     for i, message in enumerate(body.messages):
@@ -166,8 +163,7 @@ class _Turn:
 class _Turns:
     """Collects content blocks as messages of the chat."""
 
-    def __init__(self, later_system: str) -> None:
-        self._later_system = later_system
+    def __init__(self) -> None:
         self._turns: list[_Turn] = []
         self._names: dict[str, str] = {}  # id of a call -> the tool's name
 
@@ -178,10 +174,7 @@ class _Turns:
 
     def add(self, role: str, content: str | Sequence[Block], path: str) -> None:
         """Adds a message's content, which is at `path` of the request."""
-        if role == "system" and any(turn.role != "system" for turn in self._turns):
-            role, known = self._later_system, BLOCK_TYPES["system"]
-        else:
-            known = BLOCK_TYPES[role]
+        known = BLOCK_TYPES[role]
         if isinstance(content, str):
             self._turn(role, path).texts.append(content)
             return

@@ -335,7 +335,7 @@ def test_a_template_that_refuses_later_system_messages(tmp_path):
         count = server.post(f"{PATH}/count_tokens", body).json()["input_tokens"]
         user, system = body["messages"]
         texts = [block["text"] for block in user["content"]] + [system["content"]]
-        prompt = "<system>Be brief.<user>" + "\n".join(texts)
+        prompt = "<system>Be brief.<user>" + "".join(texts[:-1]) + "\n\n" + texts[-1]
         assert (
             server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}).json()[
                 "count"

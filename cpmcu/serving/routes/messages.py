@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,13 +14,11 @@ from cpmcu.outputs import CompletionOutput, FinishReason
 from cpmcu.serving import sse
 from cpmcu.serving.answers import AnswerParser, metrics_of
 from cpmcu.serving.chat_job import ChatJob, prepare, prompt_text
-from cpmcu.serving.conversation import Origin
-from cpmcu.serving.errors import ApiError, server_stopping
+from cpmcu.serving.errors import server_stopping
 from cpmcu.serving.generation import PrefillProgress, encode
 from cpmcu.serving.message_blocks import BlockWriter, blocks_of
 from cpmcu.serving.messages import to_chat
 from cpmcu.serving.protocol.base import ERRORS
-from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.protocol.messages import (
     CountRequest,
     CountResponse,
@@ -77,26 +75,13 @@ async def count_tokens(body: CountRequest, request: Request) -> CountResponse:
 
 
 def _prepare(service: Service, body: MessagesRequest, loop: asyncio.AbstractEventLoop) -> ChatJob:
-    return _translated(body, lambda chat, origin: prepare(service, chat, loop, origin))
+    chat, origin = to_chat(body)
+    return prepare(service, chat, loop, origin)
 
 
 def _count(service: Service, body: CountRequest) -> int:
-    prompt = _translated(body, lambda chat, origin: prompt_text(service, chat, origin))
+    prompt = prompt_text(service, *to_chat(body))
     return len(encode(service.model.llm.tokenizer, prompt, "messages", special=False))
-
-
-def _translated(body: CountRequest, function: Callable[[ChatRequest, Origin], T]) -> T:
-    """Returns `function` of the chat request.
-
-    If the chat template refuses system messages after the first message, they become the user's.
-    """
-    try:
-        return function(*to_chat(body))
-    except ApiError as error:
-        later = any(message.role == "system" for message in body.messages)
-        if error.code != "chat_template_error" or not later:
-            raise
-    return function(*to_chat(body, later_system="user"))
 
 
 def _event(type: str, **fields: Any) -> bytes:
