@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ _NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _LONG_TEXT = 1024  # characters
 _LONG_IDS = 512
 _PIECE = 1 << 15  # ids converted to Python integers at a time
+# Modules through which transformers reads tokenizer.model -> their packages.
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 # Fields of a token in added_tokens_decoder of tokenizer_config.json.
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -348,6 +351,12 @@ class _TransformersBackend:
                 f"{directory} has no tokenizer.json, so its tokenizer needs the transformers "
                 "package: pip install 'cpmcu[hf]'"
             ) from error
+        missing = [name for name in _SENTENCEPIECE if not _is_installed(name)]
+        if missing and directory / "tokenizer.model" in found:
+            raise ImportError(
+                f"{directory} has tokenizer.model and no tokenizer.json, which needs "
+                f"{' and '.join(_SENTENCEPIECE[name] for name in missing)}: pip install 'cpmcu[hf]'"
+            )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), trust_remote_code=False, local_files_only=True
@@ -429,6 +438,13 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package that holds it
+        return False
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:

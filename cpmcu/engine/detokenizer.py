@@ -30,6 +30,9 @@ class Detokenizer:
         self._window, self._prompt = _tail(decode, prompt)
         self._read = len(self._window)  # tokens of the window whose text is already emitted
         self._given = self._prompt.rstrip(REPLACEMENT)
+        self._whole = self._read  # tokens of the window before the prompt's incomplete character
+        while self._whole and decode(self._window[: self._whole]).endswith(REPLACEMENT):
+            self._whole -= 1
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
         """The new text after `tokens`. `final`: includes an incomplete character at the end."""
@@ -41,6 +44,7 @@ class Detokenizer:
         whole = text if final or held > _MAX_HELD else text.rstrip(REPLACEMENT)
         if whole.startswith(self._prompt):  # the output did not complete the prompt's character
             self._given = max(self._given, self._prompt, key=len)
+            self._whole = self._read
         if not whole.startswith(self._given):
             # An invalid byte changed the decoding of earlier bytes, whose text is already emitted.
             # Decode the new tokens alone.
@@ -59,8 +63,8 @@ class Detokenizer:
 
     def _advance(self) -> None:
         self._prompt = ""
-        del self._window[: self._read]
-        self._read = len(self._window)
+        del self._window[: self._whole]
+        self._read = self._whole = len(self._window)
         self._given = self._decode(self._window)
 
 

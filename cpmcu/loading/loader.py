@@ -85,6 +85,11 @@ def load_model(
     device = choose_device(config.device)
     checkpoint = files.checkpoint()
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    if hf_config.get("tie_word_embeddings") and has_own_head(checkpoint):
+        logger.warning(
+            "tie_word_embeddings is true, but lm_head.weight is not the embedding table: not tied"
+        )
+        hf_config = {**hf_config, "tie_word_embeddings": False}
     options = BuildOptions(
         device=device,
         max_model_len=config.max_model_len,
@@ -190,6 +195,21 @@ def load_model(
         shapes,
         of_draft.directory if of_draft and of_draft.checkpoint is not checkpoint else None,
     )
+
+
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Does lm_head.weight differ from the embedding table, in 64 rows at even distances?"""
+    names = list(checkpoint.tensors)
+    heads = [name for name in names if name.endswith("lm_head.weight")]
+    tables = [name for name in names if name.endswith("embed_tokens.weight")]
+    if len(heads) != 1 or len(tables) != 1:
+        return False
+    metas = [checkpoint.tensors[name].meta for name in (heads[0], tables[0])]
+    if (metas[0].dtype, metas[0].shape) != (metas[1].dtype, metas[1].shape):
+        return False
+    head, table = checkpoint.read(heads[0]), checkpoint.read(tables[0])
+    step = max(1, len(head) // 64)
+    return bool((head[::step] != table[::step]).any())
 
 
 def plan_target_quant(

@@ -174,3 +174,18 @@ def test_endless_invalid_bytes_are_emitted():
     pieces = [detokenizer.push([token]) for _ in range(500)]
     assert len("".join(pieces)) > 400
     assert len(detokenizer._window) < 200
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])
+def test_what_follows_a_character_begun_in_the_prompt_is_right(cut: int):
+    """Each byte is a token, as in a prompt of ids that continues an output."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {"<unk>": 0, "x": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    ids = [1] + [byte + 2 for byte in "字符é串".encode()]
+    stream = Detokenizer(made.decode, ids[:cut])
+    pieces = [stream.push([token]) for token in ids[cut:]] + [stream.push([], final=True)]
+    begun = made.decode(ids[:cut]).rstrip(REPLACEMENT)
+    assert "".join(pieces) == made.decode(ids).removeprefix(begun)

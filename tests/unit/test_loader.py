@@ -117,9 +117,22 @@ def test_fused_checkpoints_are_split(tmp_path: Path, container: str) -> None:
 
 def test_tied_head_that_the_file_repeats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = random_weights(tiny_config("llama"))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     tiny = write_tiny(tmp_path, weights=weights, tie_word_embeddings=True)
     assert_loaded(load(tmp_path), tiny, "float32")
     assert "1 tensors are not used: lm_head.weight (tie_word_embeddings is true" in caplog.text
+
+
+def test_another_head_than_the_table_is_not_tied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("llama", tie_word_embeddings=True)
+    weights = random_weights({**config, "tie_word_embeddings": False})
+    tiny = write_tiny(tmp_path, weights=weights, tie_word_embeddings=True)
+    loaded = load(tmp_path)
+    assert not loaded.spec.tie_word_embeddings
+    assert_loaded(loaded, tiny, "float32")
+    assert "lm_head.weight is not the embedding table: not tied" in caplog.text
 
 
 def test_missing_key_and_missing_head_mean_tied(tmp_path: Path) -> None:

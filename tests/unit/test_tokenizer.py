@@ -170,3 +170,15 @@ def test_end_of_sequence_ids_are_checked(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 2.0}')
     with pytest.raises(ValueError, match=r"config\.json: eos_token_id is 2\.0, expected an"):
         Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [("sentencepiece",), ("sentencepiece", "google.protobuf")])
+def test_tokenizer_model_names_the_missing_packages(
+    tmp_path, monkeypatch, missing: tuple[str, ...]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer.model").write_bytes(b"model")
+    monkeypatch.setattr("cpmcu.tokenizer._is_installed", lambda name: name not in missing)
+    named = " and ".join({"google.protobuf": "protobuf"}.get(name, name) for name in missing)
+    with pytest.raises(ImportError, match=rf"needs {named}: pip install 'cpmcu\[hf\]'"):
+        Tokenizer.from_directory(tmp_path)
