@@ -25,20 +25,10 @@ def hf_states(
     import torch
     import transformers
 
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "qwen3_next": transformers.Qwen3NextConfig,
-        "qwen3_5_text": transformers.Qwen3_5TextConfig,
-        "qwen3_5": transformers.Qwen3_5Config,
-        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
-        "qwen2_moe": transformers.Qwen2MoeConfig,
-        "qwen3_moe": transformers.Qwen3MoeConfig,
-    }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
-    hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
+    hf_config = transformers.AutoConfig.for_model(
+        config["model_type"], **keys, attn_implementation="eager"
+    )
     # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
     weights = fuse_experts(config, weights)

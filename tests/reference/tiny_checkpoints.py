@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "minicpm": ("MiniCPMForCausalLM", "minicpm"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "seedoss": ("SeedOssForCausalLM", "seed_oss"),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "minicpm")  # dense
 
@@ -58,6 +59,7 @@ EXPERTS = {
     "moe_intermediate_size": 40,
     "norm_topk_prob": True,
 }
+BIASED = ("qwen2", "qwen2_moe", "mimo", "seed_oss")  # model types with a bias on q, k and v
 MINICPM_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -120,7 +122,7 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         weights[prefix + "input_layernorm.weight"] = norm(hidden)
         for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
-            if model_type in ("qwen2", "qwen2_moe", "mimo"):
+            if config.get("attention_bias", model_type in BIASED):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
             if model_type in ("qwen3", "qwen3_moe") and part != "v":
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)

@@ -1,0 +1,75 @@
+"""Families that are one file each: logits of transformers, and the same tokens however computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
+from tests.engine.prefix import PAGE, Job, running
+from tests.reference.engines import engine_logits, extension_or_skip, random_ids
+from tests.reference.hf_model import hf_logits
+from tests.reference.tiny_checkpoints import write_tiny
+from tests.tolerances import LOGITS, LOGITS_CUDA, assert_close
+
+extension_or_skip()
+
+WINDOW = 33  # tokens
+LENGTH = 3 * WINDOW
+
+# name -> family, keys of config.json. Every kind of layer occurs twice.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed_oss": ("seedoss", {"num_hidden_layers": 2}),
+    "seed_oss without biases": ("seedoss", {"num_hidden_layers": 2, "attention_bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the reference needs transformers")
+    family, config = CASES[name]
+    tiny = write_tiny(tmp_path, family, **config)
+    ids = random_ids(tiny.config["vocab_size"], LENGTH)
+    expected = hf_logits(tiny.config, tiny.weights, ids)
+    for length in (1, WINDOW - 1, WINDOW + 1, LENGTH):
+        logits = engine_logits(tmp_path, ids[:length])
+        assert_close(logits, expected[:length], LOGITS["float32"])
+    for chunk in (1, 7, 64):
+        chunked = engine_logits(tmp_path, ids, chunk_length=chunk)
+        assert_close(chunked, expected, LOGITS["float32"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens(name: str, device: str, tmp_path: Path) -> None:
+    """Decoding, the nodes of a tree and prefix hits give the tokens of the prompt's logits."""
+    family, config = CASES[name]
+    models = Models(tmp_path, device, **config)
+    greedy, seeded = {}, SAMPLINGS["seeded"]
+    prompt = random_ids(VOCAB, LENGTH)
+    engine = models.drafted("itself", family, TREES["narrow"])
+    drive = Drive(engine, ahead=2)
+    for ids, fields in ((prompt[:1], greedy), (prompt, greedy), (prompt, seeded)):
+        tokens = models.plain(family, ids, 40, **fields)
+        assert drive.one(ids, 40, chunk=7, **fields) == tokens
+        assert max(drive.emitted) > 1
+        if fields is greedy and device == "cpu":
+            logits = engine_logits(models.target(family).directory, ids + tokens[:-1])
+            assert logits[len(ids) - 1 :].argmax(-1).tolist() == tokens
+    with running(engine) as (runner, _):
+        for cached in (0, LENGTH // PAGE * PAGE):
+            job = Job(prompt, 40, **seeded)
+            runner.submit(job.request)
+            assert job.wait() == tokens
+            assert job.request.cached_tokens == cached
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cuda(name: str, tmp_path: Path) -> None:
+    family, config = CASES[name]
+    tiny = write_tiny(tmp_path, family, dtype="bfloat16", **{"head_dim": 64, **config})
+    ids = random_ids(tiny.config["vocab_size"], LENGTH)
+    on_cpu = engine_logits(tmp_path, ids)
+    assert_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, LOGITS_CUDA["bfloat16"])
