@@ -76,9 +76,12 @@ def from_response_format(value: ResponseFormat | None) -> Grammar | None:
 
 
 def from_guided(fields: dict[str, Any]) -> Grammar | None:
-    """Returns the grammar of vLLM's fields, name -> source. Raises ApiError (400)."""
+    """Returns the grammar of vLLM's fields, name -> source. Raises ApiError (400).
+
+    A client may give the same source under an old and a new name; they are one.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
-    if len(given) > 1:
+    if len({(_kind(name), json.dumps(value, sort_keys=True)) for name, value in given.items()}) > 1:
         raise ApiError(
             400,
             f"{' and '.join(given)} exclude each other: give one.",
@@ -86,8 +89,12 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
             code="invalid_value",
         )
     for name, value in given.items():
-        return make(name, KINDS[re.split("guided_|[.]", name)[-1]], value)
+        return make(name, KINDS[_kind(name)], value)
     return None
+
+
+def _kind(name: str) -> str:
+    return re.split("guided_|[.]", name)[-1]
 
 
 def of_arguments(parameters: dict[str, Any]) -> Grammar:

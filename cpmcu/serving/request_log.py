@@ -69,7 +69,7 @@ class RequestLog:
             request_id.reset(token)
 
     def _line(self, scope: Scope, status: int, seconds: float) -> None:
-        quiet = scope["path"] in ("/health", "/metrics") and status == 200
+        quiet = scope["path"] in ("/health", "/ping", "/metrics") and status == 200
         fields = {
             "method": scope["method"],
             # The undecoded path: it cannot contain a line break.

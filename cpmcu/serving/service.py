@@ -89,6 +89,12 @@ class Service:
             )
         return self._model
 
+    @property
+    def num_busy(self) -> int:
+        """Outputs that wait or run; 0 while the model loads."""
+        load = self._load_of_engine()
+        return 0 if load is None else load.waiting + load.running
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) if `name` is not a name of the served model."""
         if name is not None and name not in self.names:

@@ -70,6 +70,8 @@ def test_loading(tmp_path):
             reply = await client.get("/health")
             assert reply.status_code == 503
             assert reply.json() == {"status": "loading", "model_loaded": False}
+            assert (await client.post("/ping")).status_code == 503
+            assert (await client.get("/load")).json() == {"server_load": 0}
             for path, body in ((CHAT, HELLO), ("/tokenize", {"prompt": "x"})):
                 reply = await client.post(path, json=body)
                 assert error_of(reply, 503)["code"] == "loading"
@@ -77,6 +79,8 @@ def test_loading(tmp_path):
             assert (await client.get("/metrics")).status_code == 200
             await asyncio.to_thread(service.load)
             assert (await client.get("/health")).json()["status"] == "ok"
+            assert (await client.get("/ping")).json()["status"] == "ok"
+            assert (await client.get("/load")).json() == {"server_load": 0}
             service.stop()
             assert (await client.get("/health")).json()["status"] == "stopping"
             assert error_of(await client.post(CHAT, json=HELLO), 503)["code"] == "stopping"

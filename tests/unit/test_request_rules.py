@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from cpmcu.serving import messages, response_items
+from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.chat import ChatMessage, ChatRequest
 from cpmcu.serving.protocol.messages import MessagesRequest
 from cpmcu.serving.protocol.responses import InputItem, ResponsesRequest
@@ -47,6 +48,47 @@ def test_seed_minus_one_draws_a_seed() -> None:
     assert chat(seed=-1).sampling_fields()["seed"] is None
     assert chat(seed=-2).sampling_fields()["seed"] == (1 << 64) - 2
     assert chat(seed=0).sampling_fields()["seed"] == 0
+
+
+def test_equal_grammars_under_two_names_are_one() -> None:
+    pytest.importorskip("llguidance")
+    twice = {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}}
+    assert chat(**twice).sampling_fields()["grammar"].source == 'start: "a"'
+    schemas = ({"type": "object", "x": 1}, {"x": 1, "type": "object"})
+    twice = {"guided_json": schemas[0], "structured_outputs": {"json": schemas[1]}}
+    assert chat(**twice).sampling_fields()["grammar"].kind == "json_schema"
+    for other in ({"grammar": 'start: "b"'}, {"regex": 'start: "a"'}):
+        body = chat(guided_grammar='start: "a"', structured_outputs=other)
+        with pytest.raises(ApiError, match="exclude each other"):
+            body.sampling_fields()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"logit_bias": {"5": 1, "five": 1}}, "logit_bias has the key 'five', but must map token"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is None, but"),
+        ({"messages": [USER, {"role": "user", "content": []}]}, r"messages\[1\].content is \[\]"),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "a"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "continue_final_message and add_generation_prompt are both true",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    body = chat(**fields)
+    with pytest.raises(ApiError, match=sentence):
+        body.check()
+        body.sampling_fields()
+
+
+def test_an_answer_is_continued_without_asking_for_no_new_one() -> None:
+    messages = [USER, {"role": "assistant", "content": "a"}]
+    chat(messages=messages, continue_final_message=True).check()
 
 
 def test_an_empty_list_of_calls_is_no_calls() -> None:

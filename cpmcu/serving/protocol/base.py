@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
+from cpmcu.checks import shown
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
 from cpmcu.serving import grammar
@@ -342,10 +343,12 @@ class GenerationRequest(SamplingRequest):
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias):
+        known = (key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias)
+        wrong = [key for key, fits in zip(self.logit_bias, known, strict=True) if not fits]
+        if wrong:
             raise ApiError(
                 400,
-                "logit_bias must map token ids to numbers.",
+                f"logit_bias has the key {shown(wrong[0])}, but must map token ids to numbers.",
                 param="logit_bias",
                 code="invalid_value",
             )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from cpmcu.checks import shown
 from cpmcu.serving import strict_json
 from cpmcu.serving.errors import ApiError, unknown_part
 from cpmcu.serving.protocol.base import (
@@ -199,7 +200,24 @@ class ChatRequest(GenerationRequest):
                 param="continue_final_message",
                 code="invalid_value",
             )
+        explicit = "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and explicit and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt are both true, expected one of "
+                "them: the answer goes on with the last message or begins a new one.",
+                param="add_generation_prompt",
+                code="invalid_value",
+            )
         for i, message in enumerate(self.messages):
+            if message.role == "user" and message.content in (None, []):
+                raise ApiError(
+                    400,
+                    f"messages[{i}].content is {shown(message.content)}, but must be a text or "
+                    "a list of parts.",
+                    param=f"messages[{i}].content",
+                    code="invalid_value",
+                )
             for part in message.content if isinstance(message.content, list) else []:
                 if part.type != "text" or part.text is None:
                     raise unknown_part(f"messages[{i}].content", part.type, ("text",))

@@ -108,6 +108,12 @@ class Health(ApiModel):
     model_loaded: bool
 
 
+class Load(ApiModel):
+    """Load of the server."""
+
+    server_load: int
+
+
 class Version(ApiModel):
     """The version of cpmcu."""
 
