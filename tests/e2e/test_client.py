@@ -60,7 +60,7 @@ def test_models(client):
     [
         {"temperature": 0},
         {"temperature": 1.1, "seed": 3, "top_p": 0.9},
-        {"temperature": 0.8, "seed": -1, "extra_body": {"top_k": 20, "min_p": 0.02}},
+        {"temperature": 0.8, "seed": -2, "extra_body": {"top_k": 20, "min_p": 0.02}},
         {"temperature": 0, "extra_body": {"repetition_penalty": 1.3}},
         {"temperature": 0.9, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.4},
         {"temperature": 1.0, "seed": 2**63 - 1, "logit_bias": {"48": -100, "99": 5.5}},

@@ -23,6 +23,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 OPERATIONS = (
+    "post /ping",
     "post /v1/chat/completions",
     "post /v1/completions",
     "post /v1/responses",
@@ -39,8 +40,10 @@ OPERATIONS = (
     "post /detokenize",
     "get /tokenizer_info",
     "get /health",
+    "get /load",
     "get /version",
     "get /metrics",
+    "get /ping",
     "post /reset_prefix_cache",
 )
 KEY = {"Authorization": "Bearer first"}
