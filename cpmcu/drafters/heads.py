@@ -30,6 +30,7 @@ _PARTIAL = "partial_rotary_factor"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _LENGTH_KEYS = ("max_position_embeddings", _ORIGINAL)
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
+_GRANITE = "embedding_multiplier"
 
 
 def head_fields(
@@ -122,7 +123,13 @@ def check_vocabulary(draft: DraftFiles, target: TargetModel) -> None:
 
 
 def check_scales(draft: DraftFiles, target: TargetModel) -> None:
-    """Raises ValueError if config.json has another muP scale than the target."""
+    """Raises ValueError if config.json has another muP scale than the target, or Granite's."""
+    for found in (draft.config.get(_GRANITE), target.config.get(_GRANITE)):
+        if found not in (None, 1):
+            raise ValueError(
+                f"config.json: {_GRANITE} is {found}, expected 1: which scales the head of a "
+                "Granite model has is not known; draft with n-grams or a smaller Granite model"
+            )
     for key in _SCALES:
         found, expected = draft.config.get(key), target.config.get(key, 1.0)
         if found is not None and found != expected:

@@ -6,7 +6,7 @@ extension. The loader adds dtype and linear methods, which config.json alone doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -133,8 +133,15 @@ def with_windows(
     window = reader.positive_int("sliding_window")
     if window >= (options.max_model_len or fields.max_position_embeddings):
         return fields
+    return with_attention(fields, [{"window": window} if has else {} for has in has_window])
+
+
+def with_attention(fields: SpecFields, params: Sequence[Mapping[str, Any]]) -> SpecFields:
+    """The fields with these parameters added to the attention of each layer."""
+    blocks = fields.layers or ((("attention", {}), ("mlp", {})),) * fields.num_hidden_layers
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = tuple(
-        (("attention", {"window": window} if has else {}), ("mlp", {})) for has in has_window
+        tuple((kind, {**own, **new} if kind == "attention" else own) for kind, own in layer)
+        for layer, new in zip(blocks, params, strict=True)
     )
     return replace(fields, layers=layers)
 

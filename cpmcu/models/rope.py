@@ -27,6 +27,8 @@ from cpmcu.checks import brief, shown
 from cpmcu.models.reader import ConfigReader
 
 DEFAULT_THETA = 10000.0
+# Radians a token. At any position cos is 1, and sin times an element is lost when it is added.
+NO_ROTATION = 1e-30
 Float32Array = npt.NDArray[np.float32]
 
 

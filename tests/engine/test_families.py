@@ -21,6 +21,12 @@ LENGTH = 3 * WINDOW
 
 # name -> family, keys of config.json. Every kind of layer occurs twice.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("granite", {"num_hidden_layers": 2}),
+    "granite 4": ("granite4", {"num_hidden_layers": 2}),
+    "granite 4 without RoPE": (
+        "granite4",
+        {"num_hidden_layers": 2, "position_embedding_type": None},
+    ),
     "seed_oss": ("seedoss", {"num_hidden_layers": 2}),
     "seed_oss without biases": ("seedoss", {"num_hidden_layers": 2, "attention_bias": False}),
 }

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "minicpm": ("MiniCPMForCausalLM", "minicpm"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "granite4": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "seedoss": ("SeedOssForCausalLM", "seed_oss"),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "minicpm")  # dense
@@ -60,6 +62,19 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 BIASED = ("qwen2", "qwen2_moe", "mimo", "seed_oss")  # model types with a bias on q, k and v
+GRANITE_SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
+GRANITE4 = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"] * 2,
+    "mamba_n_heads": 4,
+}
 MINICPM_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -86,6 +101,8 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     architecture, model_type = ARCHITECTURES[family]
     config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype}
     config |= BASE_CONFIG | (MINICPM_SCALES if family == "minicpm" else {})
+    config |= GRANITE_SCALES if family.startswith("granite") else {}
+    config |= GRANITE4 if family == "granite4" else {}
     config |= EXPERTS if family.endswith("moe") else {}
     config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
     if family == "mistral":
@@ -136,6 +153,11 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             if shared_width := config.get("shared_expert_intermediate_size"):
                 weights[prefix + "mlp.shared_expert_gate.weight"] = 3 * matrix(1, hidden)
                 modules["mlp.shared_expert."] = shared_width
+        if model_type == "granitemoehybrid":
+            width = config["shared_intermediate_size"]
+            weights[prefix + "shared_mlp.input_linear.weight"] = matrix(2 * width, hidden)
+            weights[prefix + "shared_mlp.output_linear.weight"] = matrix(hidden, width)
+            modules = {}
         for module, width in modules.items():
             weights[f"{prefix}{module}gate_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}up_proj.weight"] = matrix(width, hidden)

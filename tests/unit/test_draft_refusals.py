@@ -21,6 +21,7 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
         ("eagle", {"vocab_size": 99}, "vocab_size is 99, expected 203, the target's"),
         ("eagle", {"hidden_size": 32}, "hidden_size is 32, expected 64, the target's"),
         ("eagle", {"scale_emb": 1}, "scale_emb is 1, expected 12, the target's"),
+        ("eagle", {"embedding_multiplier": 12}, "embedding_multiplier is 12, expected 1: which"),
         ("minicpm_eagle", {"dim_model_base": 32}, "dim_model_base is 32, expected 16"),
         ("minicpm_eagle_hf", {"scale_depth": 1.0}, "scale_depth is 1.0, expected 1.4"),
         ("minicpm_eagle", {"drop": ("input_norm2.weight",)}, "input_norm1.weight is present alone"),

@@ -125,24 +125,6 @@ MINICPM4_05B = MINICPM4_8B | {
     "num_hidden_layers": 24,
     "tie_word_embeddings": True,
 }
-SEED_OSS_36B: dict[str, Any] = {
-    "architectures": ["SeedOssForCausalLM"],
-    "attention_bias": True,
-    "attention_out_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "max_position_embeddings": 524288,
-    "mlp_bias": False,
-    "num_attention_heads": 80,
-    "num_hidden_layers": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {"rope_type": "default"},
-    "rope_theta": 10000000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 155136,
-}
 
 
 def build(config: dict[str, Any], **options: Any) -> SpecFields:
@@ -214,15 +196,6 @@ def test_minicpm4_05b() -> None:
     assert shape(fields) == (24, 1024, 16, 2, 64, 4096, 73448, 32768)
     assert fields.residual_scale == pytest.approx(1.4 / math.sqrt(24))
     assert fields.logit_scale == 0.25 and fields.tie_word_embeddings
-
-
-def test_seed_oss_36b() -> None:
-    fields = build(SEED_OSS_36B, device="cuda")
-    assert shape(fields) == (64, 5120, 80, 8, 128, 27648, 155136, 524288)
-    assert fields.qkv_bias and not build(SEED_OSS_36B | {"attention_bias": False}).qkv_bias
-    unstated = ("attention_bias", "num_key_value_heads")
-    short = {key: value for key, value in SEED_OSS_36B.items() if key not in unstated}
-    assert build(short, device="cuda") == fields
 
 
 def test_new_transformers_spelling() -> None:
@@ -386,8 +359,6 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         {"sliding_window": 64, "layer_types": ["full_attention", "linear_attention"]},
         ["layer_types has linear_attention"],
     ),
-    ("seedoss", {"attention_out_bias": True}, ["attention_out_bias is True", "false"]),
-    ("seedoss", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("minicpm", {"scale_depth": None}, ["scale_depth is missing", "positive number"]),
     ("minicpm", {"scale_emb": -12}, ["scale_emb is -12"]),
     ("minicpm", {"num_experts": 8}, ["num_experts is 8"]),
