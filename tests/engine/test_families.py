@@ -27,6 +27,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite4",
         {"num_hidden_layers": 2, "position_embedding_type": None},
     ),
+    "phi3": ("phi3", {"num_hidden_layers": 2, "sliding_window": WINDOW}),
+    "phi3, a part of a head rotates": (
+        "phi3",
+        {"num_hidden_layers": 2, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "smollm3 with windows": (
+        "smollm3",
+        {
+            "num_hidden_layers": 6,
+            "no_rope_layers": [1, 0, 1, 1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+        },
+    ),
     "seed_oss": ("seedoss", {"num_hidden_layers": 2}),
     "seed_oss without biases": ("seedoss", {"num_hidden_layers": 2, "attention_bias": False}),
 }
@@ -45,6 +61,25 @@ def test_logits(name: str, tmp_path: Path) -> None:
     for chunk in (1, 7, 64):
         chunked = engine_logits(tmp_path, ids, chunk_length=chunk)
         assert_close(chunked, expected, LOGITS["float32"])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_phi3_longrope(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the reference needs transformers")
+    lengths = {"original_max_position_embeddings": 64}
+    scaling = {
+        "type": kind,
+        "short_factor": [1.0 + 0.05 * i for i in range(6)],
+        "long_factor": [1.0 + i for i in range(6)],
+        **lengths,  # transformers wants it here if the kind is su
+    }
+    rope = {"rope_scaling": scaling, "partial_rotary_factor": 0.75}
+    tiny = write_tiny(tmp_path, "phi3", **rope, **lengths)
+    for length in (64, 65):
+        ids = random_ids(tiny.config["vocab_size"], length)
+        expected = hf_logits(tiny.config, tiny.weights, ids)
+        logits = engine_logits(tmp_path, ids, max_model_len=length)
+        assert_close(logits, expected, LOGITS["float32"])
 
 
 @pytest.mark.parametrize("name", CASES)

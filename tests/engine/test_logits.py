@@ -21,7 +21,7 @@ from tests.reference.engines import (
 )
 from tests.reference.hf_model import fold_minicpm, hf_logits
 from tests.reference.numpy_model import NumpyModel
-from tests.reference.tiny_checkpoints import FAMILIES, TinyCheckpoint, write_tiny
+from tests.reference.tiny_checkpoints import FAMILIES, TinyCheckpoint, fuse_rows, write_tiny
 from tests.tolerances import LOGITS, LOGITS_CUDA, assert_close
 
 C = extension_or_skip()
@@ -187,10 +187,8 @@ def test_fused_checkpoint(tmp_path: Path) -> None:
     fused = dict(tiny.weights)
     for layer in range(2):
         prefix = f"model.layers.{layer}."
-        for module, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
-            folder = module.split(".")[0]
-            names = [f"{prefix}{folder}.{part}_proj.weight" for part in parts]
-            fused[f"{prefix}{module}_proj.weight"] = np.concatenate([fused.pop(n) for n in names])
+        fuse_rows(fused, prefix + "self_attn.", "qkv_proj", ("q", "k", "v"))
+        fuse_rows(fused, prefix + "mlp.", "gate_up_proj", ("gate", "up"))
     write_tiny(tmp_path / "fused", weights=fused)
     ids = random_ids(203, 20)
     np.testing.assert_array_equal(

@@ -26,6 +26,7 @@ def hf_states(
     import transformers
 
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
+    keys = {"pad_token_id": None, **keys}  # the defaults are outside of a tiny vocabulary
     hf_config = transformers.AutoConfig.for_model(
         config["model_type"], **keys, attn_implementation="eager"
     )

@@ -9,7 +9,7 @@ tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ ARCHITECTURES = {
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "granite": ("GraniteForCausalLM", "granite"),
     "granite4": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
     "seedoss": ("SeedOssForCausalLM", "seed_oss"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "minicpm")  # dense
 
@@ -162,10 +164,19 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             weights[f"{prefix}{module}gate_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}up_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}down_proj.weight"] = matrix(hidden, width)
+        if model_type == "phi3":
+            fuse_rows(weights, prefix + "self_attn.", "qkv_proj", ("q", "k", "v"))
+            fuse_rows(weights, prefix + "mlp.", "gate_up_proj", ("gate", "up"))
     weights["model.norm.weight"] = norm(hidden)
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     return weights
+
+
+def fuse_rows(weights: dict[str, Array], prefix: str, name: str, parts: Sequence[str]) -> None:
+    """Replaces the matrices `<part>_proj` by one with their rows."""
+    rows = [weights.pop(f"{prefix}{part}_proj.weight") for part in parts]
+    weights[f"{prefix}{name}.weight"] = np.concatenate(rows)
 
 
 def has_experts(config: Mapping[str, Any], layer: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.reference.tiny_checkpoints import tiny_config
-from tests.unit.test_model_configs import build, shape
+from tests.unit.test_model_configs import build, shape, windows
 
 SEED_OSS_36B: dict[str, Any] = {
     "architectures": ["SeedOssForCausalLM"],
@@ -49,6 +49,49 @@ GRANITE_33_8B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 49159,
 }
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 
 
 def test_seed_oss_36b() -> None:
@@ -72,6 +115,43 @@ def test_granite_33_8b() -> None:
         assert scale == pytest.approx(0.0078125)
 
 
+def test_smollm3_3b() -> None:
+    fields = build(SMOLLM3_3B, device="cuda")
+    assert shape(fields) == (36, 2048, 16, 4, 128, 11008, 128256, 65536)
+    assert fields.tie_word_embeddings
+    still = ("rope_inv_freq" in layer[0][1] for layer in fields.layers)
+    assert [not has for has in still] == [True, True, True, False] * 9
+    short = {k: v for k, v in SMOLLM3_3B.items() if k not in ("no_rope_layers", "rope_theta")}
+    unstated = build(short)
+    assert unstated.layers == fields.layers
+    assert unstated.rope_inv_freq == build(SMOLLM3_3B | {"rope_theta": 2e6}).rope_inv_freq
+
+
+def test_smollm3_windows() -> None:
+    window = {"sliding_window": 64, "no_rope_layers": [1, 0]}
+    assert windows(build(tiny_config("smollm3", **window))) == [0, 0]
+    window |= {"use_sliding_window": True}
+    assert windows(build(tiny_config("smollm3", **window))) == [0, 64]
+    config = tiny_config("smollm3", **window, max_position_embeddings=8192)
+    assert windows(build(config | {"sliding_window": None})) == [0, 0]
+
+
+def test_phi4_mini() -> None:
+    fields = build(PHI4_MINI, device="cuda")
+    assert shape(fields) == (32, 3072, 24, 8, 128, 8192, 200064, 131072)
+    assert len(fields.rope_inv_freq) == 48 and fields.rope_inv_freq[0] == 0.5
+    assert fields.rope_attention_scaling == pytest.approx(math.sqrt(1 + 5 / 12))
+    assert fields.tie_word_embeddings and not fields.layers
+    short = build(PHI4_MINI, device="cuda", max_model_len=4096)
+    assert short.rope_inv_freq[0] == 1
+    assert short.rope_attention_scaling == fields.rope_attention_scaling
+
+
+def test_phi3_without_a_window() -> None:
+    config = tiny_config("phi3", max_position_embeddings=8192)
+    assert "sliding_window" not in config and not build(config).layers
+
+
 # ---- refusals: key, found, expected
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -90,6 +170,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         {"position_embedding_type": "alibi"},
         ["position_embedding_type is 'alibi'", "'rope' or null"],
     ),
+    ("smollm3", {"attention_bias": True}, ["attention_bias is True", "false"]),
+    ("smollm3", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
+    ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers is [1]", "a list of 2 numbers"]),
+    ("smollm3", {"no_rope_layers": [1, 2]}, ["no_rope_layers is [1, 2]", "1: RoPE, 0: none"]),
+    ("phi3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("seedoss", {"attention_out_bias": True}, ["attention_out_bias is True", "false"]),
     ("seedoss", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
 ]
