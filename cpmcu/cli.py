@@ -41,6 +41,7 @@ class CliOptions:
     prompt_text: str | None = option(
         None,
         "the prompt, or the first message of a chat (default: a prompt that suits the model)",
+        flags=("--prompt-text", "--prompt", "-p"),
         metavar="TEXT",
         brief="the prompt; piped input is appended to it",
     )

@@ -216,7 +216,7 @@ class EngineConfig(SparseOptions):
     model: str | None = option(
         None,
         _MODEL_HELP,
-        flags=("--model-path", "--model"),
+        flags=("--model-path", "--model", "-m"),
         metavar="PATH|REPO",
         brief="directory, GGUF file or Hugging Face id",
     )

@@ -62,10 +62,15 @@ def _rows(
 
 
 def flag_text(action: argparse.Action) -> str:
-    """A flag with its choices or metavar, for example `--device auto|cpu|cuda`."""
+    """A flag with its choices or metavar, for example `--device auto|cpu|cuda`.
+
+    A switch has all its names, another flag its short name and its first name.
+    """
     if not action.option_strings:
         return str(action.metavar or "|".join(map(str, action.choices or [action.dest])))
-    name = ", ".join(action.option_strings) if action.nargs == 0 else action.option_strings[0]
+    short = [name for name in action.option_strings if not name.startswith("--")]
+    names = action.option_strings if action.nargs == 0 else [*short, action.option_strings[0]]
+    name = ", ".join(names)
     if action.nargs in (0, "?"):  # a switch needs no value
         return name
     choices = "|".join(map(str, action.choices or ()))

@@ -72,7 +72,7 @@ class SamplingParams:
     max_tokens: int | None = option(
         None,
         "most tokens to generate (default: until the model stops or its context is full)",
-        flags=("--num-generate", "--max-tokens"),
+        flags=("--num-generate", "--max-tokens", "-n"),
         brief="most tokens to generate",
     )
     min_tokens: int = option(

@@ -62,6 +62,7 @@ needs_engine = pytest.mark.skipif(
         (["--temperature", "-1"], "--temperature is -1"),
         (["--temp", "-1"], "--temp is -1"),
         (["--num_generate", "0"], "--num-generate is 0"),
+        (["-n", "x"], "-n: expected an integer, found 'x'"),
         (["--max-tokens=x"], "--max-tokens: expected an integer, found 'x'"),
         (["--logprobs", "50"], "--logprobs is 50, but must be at most 20"),
         (["--stop-token-ids", "-1"], "--stop-token-ids is -1"),

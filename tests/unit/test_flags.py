@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from cpmcu import bench, server
 from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, option
 from cpmcu.engine_flags import engine_config, without_hits
@@ -99,10 +100,21 @@ def test_the_flags_of_cpm_cu_work(underscores):
     assert make_parser().parse_args(["--temp", "1"]).temperature == 1.0
 
 
+def test_short_flags():
+    parsed = make_parser("run").parse_args(["-n", "5", "-m", "DIR", "-p", "a b", "--", "-n"])
+    assert (parsed.max_tokens, parsed.model, parsed.prompt_text) == (5, "DIR", "a b")
+    assert parsed.plain_words == ["-n"]
+    assert make_parser().parse_args(["-n5", "-mDIR"]).max_tokens == 5
+    for program, verb in ((server, "serve"), (bench, "bench")):
+        assert program.make_parser(verb).parse_args(["-m", "DIR"]).model == "DIR"
+    assert "-n, --num-generate N " in make_parser("chat").format_help()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "named"),
     [
         ([], "max_tokens is 0", "--num-generate is 0"),
+        (["-n", "0"], "max_tokens is 0", "-n is 0"),
         (["--max_tokens", "0"], "max_tokens is 0", "--max-tokens is 0"),
         (["--temp=0"], "temperature is -1, but must be", "--temp is -1, but must be"),
         ([], "stop_token_ids[1] is -1", "--stop-token-ids is -1"),
