@@ -169,7 +169,8 @@ def load_model(
                 if not any(part.reads(name) for part in own)
             }
         )
-        log_conversion(plan.conversions_to(dtype), dtype, reason)
+        if not checkpoint.always_converts:
+            log_conversion(plan.conversions_to(dtype), dtype, reason)
         loads = [(checkpoint, plan, model_name(directory))]
         for part in draft.with_files if draft else ():
             draft_plan = part.plan_load(*_expected(engine, part.owns))

@@ -48,6 +48,8 @@ DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # dtype -> code 
 class SafetensorsCheckpoint:
     """The tensors of one safetensors file or of the shards of an index."""
 
+    always_converts = False
+
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
         self.tensors = tensors

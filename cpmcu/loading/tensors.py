@@ -67,6 +67,8 @@ class Checkpoint(Protocol):
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
+    # The format has no tensors in the model's dtype, so a conversion is nothing to warn of.
+    always_converts: bool
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its storage dtype (bfloat16 as uint16)."""

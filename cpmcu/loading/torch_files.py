@@ -28,6 +28,8 @@ DAMAGED = (
 class TorchCheckpoint:
     """The tensors of one torch file or of the shards of an index."""
 
+    always_converts = False
+
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, Any]]) -> None:
         self.directory = directory
         self._tensors = tensors

@@ -104,7 +104,7 @@ def user(block: dict) -> dict:
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing."),
         (
             {"tools": [{"name": "f", "input_schema": {"type": 3}}], "tool_choice": {"type": "any"}},
-            "The json schema cannot be used: ",
+            "tools: the parameters of a function have type 3, but must be an object.",
         ),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is "),
         (
@@ -120,7 +120,7 @@ def user(block: dict) -> dict:
             "messages[0].content[0].tool_use_id is 'x', but no tool_use block before it has this",
         ),
         ({"n": 2}, "n is a field of /v1/chat/completions"),
-        ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers."),
+        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x', but must map token ids to numbers."),
     ],
 )
 def test_one_sentence_for_each_bad_field(limited, fields, message):

@@ -11,7 +11,8 @@ import pytest
 from tests.e2e.harness import ROOT
 from tests.python_path import python_path
 
-SMALL = ["--max-model-len", "320", "--max-num-seqs", "4", "--device", "cpu", "--num-threads", "1"]
+SMALL = ["--model-path", "tiny-python-minicpm", "--device", "cpu", "--num-threads", "1"]
+SMALL += ["--max-model-len", "320", "--max-num-seqs", "4"]
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ _IN_CONFIG = ("rope_freqs.weight",)
 class GgufCheckpoint:
     """The tensors of a model. `rotated`: head counts of q and k whose rows llama.cpp reordered."""
 
+    always_converts = True
+
     def __init__(self, header: GgufHeader, rotated: Mapping[str, int]) -> None:
         self.directory = header.path
         self._rotated = rotated
