@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 
 _MAX_LISTED = 8
+_POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # bytes
 _MAX_NAME = 255  # bytes; limit of common file systems
 
 
@@ -103,9 +104,24 @@ def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
     return check
 
 
+def _refuse_pointer(path: Path) -> None:
+    if path.stat().st_size > _MAX_POINTER:
+        return
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(
+                f"{path}: is a pointer of Git LFS, expected the file that it stands for; run "
+                "`git lfs pull` in its repository, or download the file"
+            )
+
+
 def check_file(path: Path) -> None:
-    """Raises FileNotFoundError if `path` is missing, ValueError if it is not a regular file."""
+    """Raises FileNotFoundError if `path` is missing, ValueError if it is not a regular file.
+
+    A pointer file of Git LFS, which stands for a file that was not fetched, is a ValueError, too.
+    """
     if path.is_file():
+        _refuse_pointer(path)
         return
     if path.exists():
         what = "a directory" if path.is_dir() else "a device or pipe"

@@ -25,7 +25,7 @@ from cpmcu.loading import exiting
 from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
 from cpmcu.loading.hub import resolve_model
-from cpmcu.loading.model_files import is_gguf, model_files, model_name
+from cpmcu.loading.model_files import ModelFiles, is_gguf, model_files, model_name
 from cpmcu.loading.plan import LoadPlan, Placement, engine_overrides, plan_load
 from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
@@ -33,7 +33,7 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import ModelFamily, find_model
 from cpmcu.models.sparse import check_sparse_options, is_sparse
-from cpmcu.quant.registry import QuantPlan, plan_quant
+from cpmcu.quant.registry import QuantPlan, plan_quant, with_modelopt
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
 from cpmcu.verification import VERIFY_WINDOW
@@ -274,12 +274,26 @@ def read_config(directory: Path) -> dict[str, Any]:
 
     Raises FileNotFoundError or ValueError.
     """
+    files = model_files(directory)
     if not is_gguf(directory) and not (directory / "config.json").is_file():
+        _refuse_adapter(files)
         raise FileNotFoundError(
             f"{directory}: has no config.json, expected a model directory in Hugging Face format "
             "or a GGUF file"
         )
-    return language_config(model_files(directory).json("config.json"))
+    config = language_config(files.json("config.json"))
+    return with_modelopt(config, files.json("hf_quant_config.json"))
+
+
+def _refuse_adapter(files: ModelFiles) -> None:
+    """Raises ValueError for a directory with a LoRA adapter alone."""
+    adapter = files.json("adapter_config.json")
+    if adapter:
+        raise ValueError(
+            f"{files.path}: is an adapter ({shown(adapter.get('peft_type', 'LORA'))}) of "
+            f"{shown(adapter.get('base_model_name_or_path'))}, expected a whole model; merge the "
+            "adapter into it with peft (merge_and_unload, save_pretrained)"
+        )
 
 
 def choose_device(device: str) -> str:

@@ -6,9 +6,11 @@ package may also call `register_model` before the model is loaded.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +76,18 @@ def find_model(config: Mapping[str, Any]) -> ModelFamily:
     for architecture in found:
         if architecture in _families:
             return _families[architecture]
+    near = difflib.get_close_matches(found[0], _families, n=1, cutoff=0.0)
     raise ValueError(
-        f"config.json: architecture {shown(', '.join(found))} is not supported, expected one "
-        f"of: {', '.join(registered_models())}"
+        f"config.json: architecture {shown(', '.join(found))} is not supported, expected one of "
+        f"the families {', '.join(_family_names())}; the nearest name is {near[0]}, `cpmcu list` "
+        "shows all, and docs/adding_model.md tells how to add one"
     )
+
+
+def _family_names() -> list[str]:
+    """The registered architectures without their endings, such as ForCausalLM."""
+    endings = r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$"
+    return sorted({re.sub(endings, "", architecture) for architecture in registered_models()})
 
 
 def registered_models() -> dict[str, str]:

@@ -27,6 +27,16 @@ from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 logger = logging.getLogger(__name__)
 
 _FORMAT, _FP8 = "pack-quantized", "float-quantized"
+_OTHER_FORMATS = {
+    "dense": "16-bit weights",
+    "int-quantized": "W8A8: 8-bit integers for weights and activations",
+    "naive-quantized": "8 bits",
+    "marlin-24": "4-bit integers with 2:4 sparsity",
+    "nvfp4-pack-quantized": "NVFP4",
+    "mxfp4-pack-quantized": "MXFP4",
+    "mxfp8-quantized": "MXFP8",
+    "mixed-precision": "several formats",
+}
 _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
 
 
@@ -44,19 +54,14 @@ class CompressedTensors:
         if schemes and all(_format(group, quant) == _FP8 for group in schemes):
             _refuse_transforms(quant)
             return plan_fp8("compressed-tensors", tensors)
-        check_present("compressed-tensors", tensors, ".weight_packed")
         if not schemes:
             raise ValueError(
                 f"quantization_config: config_groups is {shown(groups)}, expected a group of layers"
             )
         for scheme in schemes:
-            stated = _format(scheme, quant)
-            if stated != _FORMAT:
-                raise ValueError(
-                    f"quantization_config: format is {shown(stated)}, expected {_FORMAT!r} or, "
-                    f"for all layers, {_FP8!r}"
-                )
+            _check_format(_format(scheme, quant))
             _check_group(scheme)
+        check_present("compressed-tensors", tensors, ".weight_packed")
         if quant.get("kv_cache_scheme"):
             logger.info("kv_cache_scheme is not used: --kv-cache-dtype chooses the dtype")
         _refuse_transforms(quant)
@@ -90,6 +95,17 @@ class CompressedTensors:
 def _format(scheme: Mapping[str, Any], quant: Mapping[str, Any]) -> Any:
     """The format of a group of layers."""
     return scheme.get("format") or quant.get("format")
+
+
+def _check_format(stated: Any) -> None:
+    """Raises ValueError for another format than 4-bit integers."""
+    if stated != _FORMAT:
+        what = _OTHER_FORMATS.get(str(stated))
+        raise ValueError(
+            f"quantization_config: format is {shown(stated)}{f' ({what})' if what else ''}, "
+            f"expected {_FORMAT!r} or, for all layers, {_FP8!r}; name the model's 16-bit files, or "
+            "its files in one of these formats"
+        )
 
 
 def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:

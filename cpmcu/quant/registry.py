@@ -118,7 +118,8 @@ def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> 
     if not matching:
         raise ValueError(
             f"the checkpoint is quantised with {describe(quant_config, tensors)}, which is not "
-            f"supported, expected one of: {supported}"
+            f"supported, expected one of: {supported}; name the model's 16-bit files, or its "
+            "files in one of these formats"
         )
     return _schemes[matching[0]][0].plan(config, tensors)
 
@@ -135,7 +136,9 @@ def describe(quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta])
     if quant_config:
         method = quant_config.get("quant_method") or "an unnamed method"
         bits = quant_config.get("bits") or quant_config.get("w_bit")
-        return f"{method} ({bits} bits)" if bits else str(method)
+        algorithm = quant_config.get("quant_algo")  # of ModelOpt
+        detail = f"{bits} bits" if bits else algorithm
+        return f"{method} ({detail})" if detail else str(method)
     example = quantised_tensors(tensors)[0]
     return f"an unnamed scheme (tensor {example} of {tensors[example].dtype})"
 
@@ -161,7 +164,18 @@ def quant_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"config.json: {key} is {shown(value)}, expected an object or null")
         return _by_format(value)
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and "group_size" in mlx:
+        return {"quant_method": "mlx", **mlx}
     return {}
+
+
+def with_modelopt(config: dict[str, Any], modelopt: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the quantisation of ModelOpt's hf_quant_config.json, unless it states one."""
+    stated = modelopt.get("quantization")
+    if not isinstance(stated, Mapping) or quant_config_of(config):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **stated}}
 
 
 # Names of kernels or tools -> the format that the files have.

@@ -120,7 +120,10 @@ def user(block: dict) -> dict:
             "messages[0].content[0].tool_use_id is 'x', but no tool_use block before it has this",
         ),
         ({"n": 2}, "n is a field of /v1/chat/completions"),
-        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x', but must map token ids to numbers."),
+        (
+            {"logit_bias": {"x": 1}},
+            "logit_bias has the key 'x', but must map token ids to numbers.",
+        ),
     ],
 )
 def test_one_sentence_for_each_bad_field(limited, fields, message):
