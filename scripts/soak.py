@@ -318,7 +318,7 @@ class Watched:
             found = re.search(r"listening on (http://[^\"\s]+)", self.log_path.read_text("utf-8"))
             if found:
                 self.url = found[1]
-                if httpx.get(self.url + "/health").status_code == 200:
+                if httpx.get(self.url + "/health", timeout=60).status_code == 200:
                     return
             time.sleep(0.1)
 
@@ -445,7 +445,7 @@ def main() -> int:
 def soak_and_check(server: Watched, args: argparse.Namespace) -> int:
     server.wait_ready()
     before = text_of(server.url, FIXED)
-    context = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
+    context = httpx.get(server.url + "/v1/models", timeout=60).json()["data"][0]["max_model_len"]
     soak = Soak(server.url, context, args.seed, args.shared_prefixes, agents=args.agents)
     asyncio.run(drive(server, soak, args.clients, args.duration))
     busy = settle(server)

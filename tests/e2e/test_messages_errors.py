@@ -42,7 +42,7 @@ def test_keys(limited):
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY"):
         client(limited, api_key="third").messages.create(**fields)
     error_of(limited.post(PATH, HI), 401, "authentication_error")
-    assert httpx.head(limited.url).status_code == 200  # Claude Code's first request
+    assert httpx.head(limited.url, timeout=60).status_code == 200  # Claude Code's first request
     assert limited.get("/v1/models", **KEY).status_code == 200
     both = {"Authorization": "Bearer wrong", **KEY}
     assert limited.get("/v1/models", **both).status_code == 200
@@ -59,7 +59,7 @@ def test_statuses(limited, path):
     big = {**body, "system": "a" * (1 << 20)}
     error_of(limited.post(path, big, **KEY), 413, "request_too_large")
     headers = {**KEY, "Content-Type": "application/json"}
-    reply = httpx.post(limited.url + path, content=b"{", headers=headers)
+    reply = httpx.post(limited.url + path, content=b"{", headers=headers, timeout=60)
     assert error_of(reply, 400) == "The request body is not valid JSON."
     error_of(limited.post(f"{PATH}/batches", HI, **KEY), 404, "not_found_error")
 
