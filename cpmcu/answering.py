@@ -50,16 +50,6 @@ def show_answer(
         display.note("stopped")
         return Answer(text, None)
     if params.logprobs is not None:
-        display.logprobs(result, _logprob_texts(llm, result))
+        display.logprobs(result)
     display.summary(result, full=full_statistics, sampled=params.temperature != 0)
     return Answer(text, result)
-
-
-def _logprob_texts(llm: LLM, result: RequestOutput) -> list[tuple[str, str]]:
-    def text(token: int) -> str:
-        return llm.tokenizer.decode([token], skip_special_tokens=False)
-
-    return [
-        (text(entry.token_id), ", ".join(f"{text(i)!r} {p:.4f}" for i, p in entry.top))
-        for entry in result.outputs[0].logprobs or []
-    ]

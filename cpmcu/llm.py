@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import numbers
 import queue
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
-from cpmcu.config import EngineConfig, SpeculativeConfig, speculation_fields
 from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
+from cpmcu.llm_arguments import as_list, config_of, wrong_params
 from cpmcu.loading.host_memory import swap_bytes
-from cpmcu.outputs import RequestOutput, StreamChunk
+from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
 from cpmcu.sampling import SamplingParams, to_engine
 from cpmcu.shipped import shipped_model
 from cpmcu.spec_metrics import AcceptanceCounter
+from cpmcu.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -40,48 +40,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | list[int]
-
-
-def _field_of(name: str, given: Mapping[str, Any]) -> str:
-    """The field that an argument sets: its own name, or that of one of its flags."""
-    flag = "--" + name.replace("_", "-")
-    of_draft = (field for field, _ in speculation_fields().values())
-    for field in (*dataclasses.fields(EngineConfig), *of_draft):
-        if field.name in (name, "model"):  # the model is an argument of its own
-            continue
-        if flag in (field.metadata.get("flags") or ()):
-            if field.name in given:
-                raise ValueError(f"{name} and {field.name} are given, expected one of them")
-            return field.name
-    return name
-
-
-def _config_of(model: str | None, options: dict[str, Any]) -> EngineConfig:
-    """The configuration of LLM's arguments: fields of EngineConfig and of SpeculativeConfig.
-
-    Raises TypeError for other names, ValueError for a field that is given twice.
-    """
-    options = {_field_of(name, options): value for name, value in options.items()}
-    draft = options.pop("speculative_config", None)
-    given = {name: options.pop(name) for name in speculation_fields() if name in options}
-    if isinstance(draft, Mapping):
-        draft = SpeculativeConfig.from_mapping(draft)
-    if given and draft is not None:
-        raise ValueError(
-            f"{', '.join(given)} and speculative_config are given, expected one of them: "
-            "speculative_config takes all options of a draft"
-        )
-    if given:
-        draft = SpeculativeConfig(**given)
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(
-            f"LLM got the argument {unknown[0]!r}, expected a flag of `cpmcu run --help-all`, such "
-            "as max_num_seqs"
-        )
-    return EngineConfig(model=model, speculative_config=draft, **options)
 
 
 class LLM:
@@ -107,7 +65,7 @@ class LLM:
         before_weights: Callable[[LLM], None] | None = None,
         **options: Any,
     ) -> None:
-        self.config = _config_of(None if model is None else str(model), options)
+        self.config = config_of(None if model is None else str(model), options)
         directory = shipped_model()
         if self.config.model is None and not directory.is_dir():
             raise FileNotFoundError(
@@ -152,6 +110,7 @@ class LLM:
     def _read_tokenizer(self, directory: Path) -> None:
         self.directory = directory
         self.tokenizer = Tokenizer.from_directory(directory)
+        self.token_texts = TokenTexts(self.tokenizer)
         if self._before_weights is not None:
             self._before_weights(self)
 
@@ -194,7 +153,7 @@ class LLM:
         If a prompt is empty or too long, raises ValueError before any prompt runs. Raises
         RuntimeError if the engine fails.
         """
-        return self._generate([self.tokenize(p) for p in _as_list(prompts)], sampling_params)
+        return self._generate([self.tokenize(p) for p in as_list(prompts)], sampling_params)
 
     def chat(
         self,
@@ -398,7 +357,7 @@ class LLM:
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
         if params is not None and not isinstance(params, SamplingParams):
-            raise _wrong_params(params)
+            raise wrong_params(params)
         return (params or SamplingParams()).resolve(self.generation_config)
 
     def _generate(
@@ -409,7 +368,7 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if not isinstance(sampling_params, Sequence):
-            raise _wrong_params(sampling_params)
+            raise wrong_params(sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"there are {len(sampling_params)} sampling parameters for {len(prompts)} prompts"
@@ -419,7 +378,7 @@ class LLM:
         jobs = [self.prepare(ids, each, results.put) for ids, each in zip(prompts, params)]
         for _ in self._follow([request for job in jobs for request in job], results):
             pass
-        return [_result(*each) for each in zip(prompts, params, jobs)]
+        return [self._result(*each) for each in zip(prompts, params, jobs)]
 
     def _stream(
         self,
@@ -429,10 +388,11 @@ class LLM:
         params: SamplingParams,
     ) -> Iterator[StreamChunk]:
         for chunk, last in self._follow(requests, results):
+            if chunk.logprobs:
+                chunk = dataclasses.replace(chunk, logprobs=self._with_texts(chunk.logprobs))
             if last:
-                yield dataclasses.replace(chunk, result=_result(prompt, params, requests))
-            else:
-                yield chunk
+                chunk = dataclasses.replace(chunk, result=self._result(prompt, params, requests))
+            yield chunk
 
     def _follow(
         self, requests: list[Request], results: queue.SimpleQueue[StreamChunk | Exception]
@@ -453,19 +413,32 @@ class LLM:
             for request in requests:
                 request.cancel()
 
+    def _result(
+        self, prompt: list[int], params: SamplingParams, requests: list[Request]
+    ) -> RequestOutput:
+        assert params.seed is not None  # resolved
+        outputs = [request.output() for request in requests]
+        if params.logprobs is not None:
+            outputs = [
+                dataclasses.replace(output, logprobs=self._with_texts(output.logprobs or []))
+                for output in outputs
+            ]
+        scores = None
+        if params.prompt_logprobs is not None:
+            first, *others = requests[0].prompt_logprobs
+            scores = [first, *self._with_texts([entry for entry in others if entry is not None])]
+        return RequestOutput(prompt, outputs, params.seed, scores)
 
-def _result(prompt: list[int], params: SamplingParams, requests: list[Request]) -> RequestOutput:
-    assert params.seed is not None  # resolved
-    outputs = [request.output() for request in requests]
-    scores = None if params.prompt_logprobs is None else requests[0].prompt_logprobs
-    return RequestOutput(prompt, outputs, params.seed, scores)
-
-
-def _wrong_params(found: object) -> ValueError:
-    return ValueError(
-        f"sampling_params is {shown(found)}, but must be SamplingParams for all prompts, or a list "
-        "of them with one for each"
-    )
+    def _with_texts(self, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        text = self.token_texts.text_of
+        return [
+            dataclasses.replace(
+                entry,
+                text=text(entry.token_id),
+                top_texts=tuple(text(token) for token, _ in entry.top),
+            )
+            for entry in entries
+        ]
 
 
 def _decode_with(tokenizer: Tokenizer, keep_special_tokens: Collection[int]) -> Decode:
@@ -478,11 +451,3 @@ def _decode_with(tokenizer: Tokenizer, keep_special_tokens: Collection[int]) -> 
     return lambda ids: tokenizer.decode(
         [token for token in ids if is_text(token)], skip_special_tokens=False
     )
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """Wraps a single prompt into a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = listed("prompts", prompts, "a text, a list of token ids, or a list of either")
-    return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts

@@ -16,11 +16,14 @@ class TokenLogprobs:
     """Log-probabilities at one position.
 
     Natural logarithms of the model's distribution before penalties, temperature and truncation.
+    Results of `LLM` have texts: of a special token its name, U+FFFD for a part of a character.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    text: str = ""  # of token_id
+    top_texts: tuple[str, ...] = ()  # of the tokens of `top`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cpmcu.serving.conversation import IN_MESSAGES, Origin, checked, render
 from cpmcu.serving.generation import Generation, encode, sampling_params
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.service import Service
-from cpmcu.serving.token_text import TokenTexts
+from cpmcu.token_text import TokenTexts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def prepare(
         progress=body.return_progress,
         keep_special_tokens=plan.special_tokens,
     )
-    return ChatJob(generation, plan.new_parser, model.token_texts)
+    return ChatJob(generation, plan.new_parser, model.llm.token_texts)
 
 
 def prompt_text(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> str:

@@ -15,7 +15,6 @@ from cpmcu.loading.progress import LogProgress
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
-from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.shipped import shipped_model
 from cpmcu.verification import is_lossy
@@ -52,7 +51,6 @@ class Model:
     template: ChatTemplate | None
     reasoning_parser: type[ReasoningParser] | None
     tool_format: ToolFormat | None
-    token_texts: TokenTexts
 
     @classmethod
     def load(
@@ -84,7 +82,6 @@ class Model:
                 template,
                 find_reasoning_parser(config.reasoning_parser, source),
                 find_tool_format(config.tool_call_parser, tool_source),
-                TokenTexts(llm.tokenizer),
             )
         except Exception:
             llm.close()

@@ -75,12 +75,18 @@ class Display:
             self._stderr_table(section.columns, section.rows)
             self.note(section.closing)
 
-    def logprobs(self, result: RequestOutput, token_text: Sequence[tuple[str, str]]) -> None:
-        """Writes the log-probabilities of the output's tokens. `token_text`: (token, likeliest)."""
-        entries = result.outputs[0].logprobs or []
+    def logprobs(self, result: RequestOutput) -> None:
+        """Writes the log-probabilities of the output's tokens, and of the likeliest tokens."""
         rows = [
-            (repr(token), f"{entry.logprob:.4f}", top)
-            for entry, (token, top) in zip(entries, token_text)
+            (
+                repr(entry.text),
+                f"{entry.logprob:.4f}",
+                ", ".join(
+                    f"{text!r} {logprob:.4f}"
+                    for text, (_, logprob) in zip(entry.top_texts, entry.top)
+                ),
+            )
+            for entry in result.outputs[0].logprobs or []
         ]
         self._stderr_table(("token", "logprob", "most likely"), rows)
 

@@ -96,6 +96,17 @@ def test_logprobs(llm):
         assert len(entry.top) == 3
         assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
         assert entry.logprob <= 0
+        assert entry.text == llm.tokenizer.decode([entry.token_id]) == entry.top_texts[0]
+    chunks = list(llm.stream(PROMPTS[0], params))
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == output.logprobs
+
+
+def test_logprobs_of_a_prompt_have_texts(llm):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    first, *others = llm.generate("def f(x):", params)[0].prompt_logprobs
+    assert first is None
+    assert "".join(entry.text for entry in others) in "def f(x):"
+    assert all(len(entry.top_texts) == 2 and all(entry.top_texts) for entry in others)
 
 
 def test_logit_bias_and_ban(llm):

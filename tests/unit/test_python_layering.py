@@ -18,7 +18,7 @@ ORDER = [
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.gguf loading.hub loading.index loading.model_files "
     "loading.progress loading.safetensors loading.tensors loading.torch_files",
-    "engine_flags listing prompt sampling template_sandbox token_length tokenizer ui",
+    "engine_flags listing prompt sampling template_sandbox token_length token_text tokenizer ui",
     "chat_template",
     "models",
     "quant",
@@ -26,7 +26,7 @@ ORDER = [
     "engine",
     "loading",
     "convert",
-    "llm engine.prefix.make",
+    "llm llm_arguments engine.prefix.make",
     "answering benchmarks chat serving",
     "bench cli server",
     "__main__",

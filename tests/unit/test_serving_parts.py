@@ -28,8 +28,8 @@ from cpmcu.serving.protocol import base, chat, completion, responses
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
-from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import find_tool_format
+from cpmcu.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -106,7 +106,7 @@ class _Completion:
         self._job = job
         self._logprobs = [
             Logprobs(
-                job.model.token_texts,
+                job.model.llm.token_texts,
                 body.logprobs,
                 echo=job.prompt_texts[number // body.num_choices] if body.echo else "",
                 num_echoed=len(self._prompt(number)) if body.echo else 0,
@@ -147,7 +147,7 @@ class _Completion:
             finish_reason="length" if self._only_echo else output.finish_reason,
             stop_reason=None if self._only_echo else output.stop_reason,
             prompt_logprobs=of_prompt(
-                self._job.model.token_texts, self._scores(number), self._body.prompt_logprobs
+                self._job.model.llm.token_texts, self._scores(number), self._body.prompt_logprobs
             ),
             token_ids=token_ids if ids else None,
             prompt_token_ids=self._prompt(number) if ids else None,

@@ -1,0 +1,69 @@
+"""The arguments of `LLM` and its methods: engine options, prompts, sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.checks import listed, shown
+from cpmcu.config import EngineConfig, SpeculativeConfig, speculation_fields
+
+Prompt = str | list[int]
+
+
+def _field_of(name: str, given: Mapping[str, Any]) -> str:
+    """The field that an argument sets: its own name, or that of one of its flags."""
+    flag = "--" + name.replace("_", "-")
+    of_draft = (field for field, _ in speculation_fields().values())
+    for field in (*dataclasses.fields(EngineConfig), *of_draft):
+        if field.name in (name, "model"):  # the model is an argument of its own
+            continue
+        if flag in (field.metadata.get("flags") or ()):
+            if field.name in given:
+                raise ValueError(f"{name} and {field.name} are given, expected one of them")
+            return field.name
+    return name
+
+
+def config_of(model: str | None, options: dict[str, Any]) -> EngineConfig:
+    """The configuration of LLM's arguments: fields of EngineConfig and of SpeculativeConfig.
+
+    Raises TypeError for other names, ValueError for a field that is given twice.
+    """
+    options = {_field_of(name, options): value for name, value in options.items()}
+    draft = options.pop("speculative_config", None)
+    given = {name: options.pop(name) for name in speculation_fields() if name in options}
+    if isinstance(draft, Mapping):
+        draft = SpeculativeConfig.from_mapping(draft)
+    if given and draft is not None:
+        raise ValueError(
+            f"{', '.join(given)} and speculative_config are given, expected one of them: "
+            "speculative_config takes all options of a draft"
+        )
+    if given:
+        draft = SpeculativeConfig(**given)
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(
+            f"LLM got the argument {unknown[0]!r}, expected a flag of `cpmcu run --help-all`, such "
+            "as max_num_seqs"
+        )
+    return EngineConfig(model=model, speculative_config=draft, **options)
+
+
+def wrong_params(found: object) -> ValueError:
+    """The error for `sampling_params` of another type."""
+    return ValueError(
+        f"sampling_params is {shown(found)}, but must be SamplingParams for all prompts, or a list "
+        "of them with one for each"
+    )
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """Wraps a single prompt into a list. Raises ValueError for what is no prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = listed("prompts", prompts, "a text, a list of token ids, or a list of either")
+    return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
