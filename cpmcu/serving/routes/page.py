@@ -15,7 +15,8 @@ PUBLIC = ("/",)  # the page has no secrets; the user enters the API key on it
 
 _FOLDER = Path(__file__).parents[1] / "page"
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w-]+\.css)">')
-_SCRIPT = re.compile(r'<script src="([\w-]+\.js)"></script>')
+_SCRIPT = re.compile(r'<script src="((?:vendor/)?[\w-]+\.js)"></script>')
+_SOURCE_MAP = re.compile(r"^//# sourceMappingURL=.*\n?", re.MULTILINE)
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -37,7 +38,7 @@ def _assemble() -> tuple[str, str]:
     sources: dict[str, list[str]] = {"script": [], "style": []}
 
     def inline(kind: str, name: str) -> str:
-        body = "\n" + (_FOLDER / name).read_text("utf-8")
+        body = "\n" + _SOURCE_MAP.sub("", (_FOLDER / name).read_text("utf-8"))
         digest = base64.b64encode(hashlib.sha256(body.encode("utf-8")).digest()).decode("ascii")
         sources[kind].append(f"'sha256-{digest}'")
         return f"<{kind}>{body}</{kind}>"
