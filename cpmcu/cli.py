@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, option
+from cpmcu.cli_options import CliOptions
+from cpmcu.config import EngineConfig
 from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
-from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompt
+from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompts
 from cpmcu.sampling import SamplingParams
 from cpmcu.shipped import chat_model, shipped
 from cpmcu.ui.display import Display
@@ -32,67 +35,6 @@ if TYPE_CHECKING:
     from cpmcu.llm import LLM
 
 DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CliOptions:
-    """Flags of the command line besides those of the engine and of sampling."""
-
-    prompt_text: str | None = option(
-        None,
-        "the prompt, or the first message of a chat (default: a prompt that suits the model)",
-        flags=("--prompt-text", "--prompt", "-p"),
-        metavar="TEXT",
-        brief="the prompt; piped input is appended to it",
-    )
-    prompt_file: str | None = option(
-        None,
-        "UTF-8 file with the prompt, - for stdin; overrides --prompt-text",
-        metavar="PATH",
-        brief="UTF-8 file with the prompt, - for stdin",
-    )
-    system_prompt: str | None = option(
-        None,
-        "system message before the conversation; needs a chat template",
-        brief="system message before the conversation",
-    )
-    use_chat_template: bool | None = option(
-        None,
-        "render the prompt with the model's chat template, as one user turn (default: yes; no for "
-        "a shipped model, which completes code)",
-        brief="no: use the prompt unchanged",
-    )
-    use_stream: bool = option(True, "show text while it is generated")
-    chat: bool = option(
-        False,
-        "hold a conversation; Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands",
-        brief="hold a conversation",
-    )
-    stats: bool = option(
-        False,
-        "show all times, speeds and acceptance, instead of one line",
-        brief="show all times and acceptance",
-    )
-    plain_output: bool = option(False, "no colours and no progress bars")
-    env: bool = option(
-        False,
-        "print versions, build and devices, for a bug report, and exit",
-        brief="print versions, build and devices, and exit",
-    )
-    memory_plan: bool = option(
-        False,
-        "print the use of device memory by group, and exit",
-        brief="print the use of device memory, and exit",
-    )
-    full: bool = option(
-        False, "with --memory-plan: every buffer", brief="with --memory-plan: every buffer"
-    )
-    list_registered: bool = option(
-        False,
-        "print the registered models, schemes and C++ parts, and exit",
-        flags=("--list",),
-        brief="print registered models and parts, and exit",
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +109,8 @@ def make_parser(verb: str | None = None) -> FlagParser:
     parser.hide("prefix_cache_host_gb", "prefix_cache_disk_gb")
     if verb is not None:
         parser.hide(*(each.sets for each in VERBS.values() if each.sets))
+        if verb != "run":
+            parser.hide("json", "batch", "output", "n")
     if verb == "chat":
         parser.briefs["prompt_text"] = "the first message"
         parser.briefs["prompt_file"] = "UTF-8 file with the first message"
@@ -189,24 +133,28 @@ def _configs(
     if verb is not None and not VERBS[verb].words:
         return from_flags(CliOptions, parsed), EngineConfig(), SamplingParams()
     try:
-        if verb == "plan":
+        if verb == "plan" or (parsed.batch is not None and len(parsed.plain_words) < 2):
             parsed.model = named_model(parsed)
         else:
-            parsed.model, parsed.prompt_text = model_and_prompt(
-                parsed.plain_words, parsed.model, parsed.prompt_text, parsed.prompt_file
+            first = parsed.prompt_text[0] if parsed.prompt_text else None
+            parsed.model, word = model_and_prompt(
+                parsed.plain_words, parsed.model, first, parsed.prompt_file
             )
+            if first is None and word is not None:
+                parsed.prompt_text = [word]
             if parsed.model is None and parsed.chat:
                 parsed.model = chat_model()
         if parsed.max_tokens is None and not parsed.chat:
             code = _completes_code(parsed.model)
             parsed.max_tokens = SHIPPED_TOKENS if code else DEFAULT_TOKENS
-        if parsed.max_num_seqs is None:
+        options, params = from_flags(CliOptions, parsed), from_flags(SamplingParams, parsed)
+        if params.n > 1 and not options.json and options.batch is None:
+            raise ValueError(f"n is {params.n} without --json: several outputs need it")
+        if parsed.max_num_seqs is None and options.batch is None and not options.json:
             parsed.max_num_seqs = 1
-        options, config = from_flags(CliOptions, parsed), engine_config(parsed)
-        if options.full and not options.memory_plan:
-            raise ValueError("--full is given without --memory-plan, expected both")
+        config = engine_config(parsed)
         _template(options, config)  # raises if the flags contradict each other
-        return options, config, from_flags(SamplingParams, parsed)
+        return options, config, params
     except ValueError as error:
         parser.error(parser.named(str(error)))
 
@@ -232,13 +180,15 @@ def _run(
         return 0
     if sys.stdin is None and (options.chat or options.prompt_file == "-"):
         raise OSError("stdin is closed, but the input comes from there")
-    prompt = _prompt(display, options)
     template = _template(options, config)
+    if options.batch is not None:
+        return _answer_file(display, options, config, params, template)
+    prompts = _prompts(display, options)
     with _load(display, config, needs_template=bool(template)) as llm:
         if options.chat:
-            _chat(display, llm, options, params, prompt)
+            _chat(display, llm, options, params, prompts[0] if prompts else None)
             return 0
-        return _complete(display, llm, options, params, prompt, template)
+        return _complete(display, llm, options, params, prompts, template)
 
 
 def _load(display: Display, config: EngineConfig, *, needs_template: bool = False) -> LLM:
@@ -264,11 +214,11 @@ def _completes_code(model: str | None) -> bool:
     return model is None or shipped(model) is not None
 
 
-def _prompt(display: Display, options: CliOptions) -> str | None:
-    """The given prompt, or None. In a chat, stdin holds the messages."""
+def _prompts(display: Display, options: CliOptions) -> list[str]:
+    """The given prompts; []: none. In a chat, stdin holds the messages."""
     if options.chat and options.prompt_file is None:
-        return options.prompt_text
-    return read_prompt(
+        return list(options.prompt_text)
+    return read_prompts(
         options.prompt_file, options.prompt_text, display.note, append_piped=not options.chat
     )
 
@@ -291,32 +241,73 @@ def _complete(
     llm: LLM,
     options: CliOptions,
     params: SamplingParams,
-    given: str | None,
+    given: list[str],
     template: bool | None,
 ) -> int:
     from cpmcu.answering import show_answer
 
-    prompt = given
-    if prompt is None:
-        prompt = SHIPPED_PROMPT if _completes_code(llm.config.model) else DEFAULT_PROMPT
-    if template is None and llm.chat_template is None:
-        display.note(f"{llm.directory.name} has no chat template: the prompt is used unchanged")
-    if template or (template is None and llm.chat_template is not None):
-        turn = {"role": "user", "content": prompt}
-        ids = llm.tokenize_chat([*_system_turn(options), turn])
-    else:
-        ids = llm.tokenize(prompt)
-        if given is None:
-            display.note(prompt.rstrip("\n"))
+    default = SHIPPED_PROMPT if _completes_code(llm.config.model) else DEFAULT_PROMPT
+    renders = _renders(display, llm, template)
+    prompts = [_ids_of(llm, options, prompt, renders) for prompt in given or [default]]
+    if options.json:
+        display.text(json.dumps(_results(llm, params, prompts), ensure_ascii=False) + "\n")
+        return 0
+    if not given and not renders:
+        display.note(default.rstrip("\n"))
     answer = show_answer(
         display,
         llm,
-        ids,
+        prompts[0],
         params,
         stream=options.use_stream,
         full_statistics=options.stats,
     )
     return INTERRUPTED if answer.result is None else 0
+
+
+def _renders(display: Display, llm: LLM, template: bool | None) -> bool:
+    """Does the chat template render a prompt? Notes that there is none. `template`: _template()."""
+    if template is None and llm.chat_template is None:
+        display.note(f"{llm.directory.name} has no chat template: the prompt is used unchanged")
+    return llm.chat_template is not None if template is None else template
+
+
+def _ids_of(llm: LLM, options: CliOptions, prompt: str, renders: bool) -> list[int]:
+    if not renders:
+        return llm.tokenize(prompt)
+    return llm.tokenize_chat([*_system_turn(options), {"role": "user", "content": prompt}])
+
+
+def _results(llm: LLM, params: SamplingParams, prompts: list[list[int]]) -> dict[str, Any]:
+    """The object that --json prints."""
+    from cpmcu.result_json import result_object
+
+    results = [result_object(result) for result in llm.generate(prompts, params)]
+    return results[0] if len(results) == 1 else {"results": results}
+
+
+def _answer_file(
+    display: Display,
+    options: CliOptions,
+    config: EngineConfig,
+    params: SamplingParams,
+    template: bool | None,
+) -> int:
+    from cpmcu.batch.lines import answered
+    from cpmcu.batch.run import BatchRun
+
+    assert options.batch is not None
+    source, output = Path(options.batch), Path(options.output) if options.output else None
+    with open(source, "rb"):  # raises before the model is loaded
+        skipped = set() if output is None else answered(output)
+    with _load(display, config, needs_template=bool(template)) as llm:
+        renders = _renders(display, llm, template)
+
+        def ids_of(prompt: str) -> list[int]:
+            return _ids_of(llm, options, prompt, renders)
+
+        batch = BatchRun(display, llm, params, ids_of, skipped)
+        return 0 if batch.run(source, output) else 1
 
 
 def _chat(

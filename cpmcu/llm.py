@@ -378,7 +378,7 @@ class LLM:
         jobs = [self.prepare(ids, each, results.put) for ids, each in zip(prompts, params)]
         for _ in self._follow([request for job in jobs for request in job], results):
             pass
-        return [self._result(*each) for each in zip(prompts, params, jobs)]
+        return [self.result(*each) for each in zip(prompts, params, jobs)]
 
     def _stream(
         self,
@@ -391,7 +391,7 @@ class LLM:
             if chunk.logprobs:
                 chunk = dataclasses.replace(chunk, logprobs=self._with_texts(chunk.logprobs))
             if last:
-                chunk = dataclasses.replace(chunk, result=self._result(prompt, params, requests))
+                chunk = dataclasses.replace(chunk, result=self.result(prompt, params, requests))
             yield chunk
 
     def _follow(
@@ -413,9 +413,13 @@ class LLM:
             for request in requests:
                 request.cancel()
 
-    def _result(
-        self, prompt: list[int], params: SamplingParams, requests: list[Request]
+    def result(
+        self, prompt: list[int], params: SamplingParams, requests: Sequence[Request]
     ) -> RequestOutput:
+        """The result of prepared requests that have ended; `params` as given to `prepare`.
+
+        Raises the exception of a request that failed.
+        """
         assert params.seed is not None  # resolved
         outputs = [request.output() for request in requests]
         if params.logprobs is not None:

@@ -10,7 +10,7 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cpmcu.checks import shown
@@ -70,22 +70,24 @@ def model_and_prompt(
     return model, words[0] if words else text
 
 
-def read_prompt(
-    file: str | None, text: str | None, note: Note, *, append_piped: bool
-) -> str | None:
-    """The given prompt with piped input appended; None if there is neither.
+def read_prompts(
+    file: str | None, texts: Sequence[str], note: Note, *, append_piped: bool
+) -> list[str]:
+    """The given prompts, each with piped input appended; [] if there is neither.
 
-    Of a file and of piped input, one newline at the end is left out, and nothing else.
+    `file` overrides `texts`. Of a file and of piped input, one newline at the end is left out, and
+    nothing else.
 
     Raises OSError for an unreadable file and for `file` "-" without stdin. Raises ValueError for an
     empty file and for text that is not UTF-8.
     """
     if file == "-":
-        return _filled(_read_stdin(note), "the prompt from stdin")
-    given = text if file is None else _filled(_read(file, file), file)
+        return [_filled(_read_stdin(note), "the prompt from stdin")]
+    given = list(texts) if file is None else [_filled(_read(file, file), file)]
     piped = _read_stdin(note) if append_piped and is_piped() else ""
-    parts = [part for part in (given, piped) if part and part.strip()]
-    return "\n\n".join(parts) if parts else given
+    if not piped.strip():
+        return given
+    return [f"{text}\n\n{piped}" if text.strip() else piped for text in given or [""]]
 
 
 def is_piped() -> bool:

@@ -114,7 +114,7 @@ class SamplingParams:
     grammar: Grammar | None = option(  # noqa: RUF009
         None, "grammar that the output must match", flags=()
     )
-    n: int = option(1, "number of outputs per prompt", flags=())
+    n: int = option(1, "number of outputs per prompt", flags=("--num-outputs",), brief="")
 
     def __post_init__(self) -> None:
         self._normalise()

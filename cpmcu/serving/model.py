@@ -71,18 +71,7 @@ class Model:
         options = dataclasses.asdict(engine_config)
         llm = LLM(progress=Progress(), before_weights=before_weights, **options)
         try:
-            template = llm.chat_template
-            if own is not None:
-                template = ChatTemplate(own, llm.tokenizer.special_tokens)
-            source, tool_source = (
-                (None, None) if template is None else (template.source, template.tool_source)
-            )
-            model = cls(
-                llm,
-                template,
-                find_reasoning_parser(config.reasoning_parser, source),
-                find_tool_format(config.tool_call_parser, tool_source),
-            )
+            model = cls.of(llm, config, own)
         except Exception:
             llm.close()
             raise
@@ -98,6 +87,25 @@ class Model:
             sum(row["bytes"] for row in llm.memory_plan()) / 1e9,
         )
         return model
+
+    @classmethod
+    def of(cls, llm: LLM, config: ServerConfig, own_template: str | None = None) -> Model:
+        """Adds to an LLM what the server needs. `own_template`: source of --chat-template.
+
+        Raises OSError or ValueError for a chat template that cannot be read or compiled.
+        """
+        template = llm.chat_template
+        if own_template is not None:
+            template = ChatTemplate(own_template, llm.tokenizer.special_tokens)
+        source, tool_source = (
+            (None, None) if template is None else (template.source, template.tool_source)
+        )
+        return cls(
+            llm,
+            template,
+            find_reasoning_parser(config.reasoning_parser, source),
+            find_tool_format(config.tool_call_parser, tool_source),
+        )
 
 
 def model_root(engine_config: EngineConfig) -> str:

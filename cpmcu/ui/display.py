@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cpmcu.errors import sentence
 from cpmcu.outputs import RequestOutput
-from cpmcu.ui.progress import LoadProgressBar, PrefillProgressBar
+from cpmcu.ui.progress import Bar, LoadProgressBar, PlainBar, PrefillProgressBar, RichBar
 from cpmcu.ui.summary import summary_line, summary_sections
 from cpmcu.ui.tables import plain_table
 
@@ -61,6 +61,10 @@ class Display:
     def load_progress(self, verb: str = "loading") -> LoadProgressBar:
         """Returns a progress listener of loading, or of the work that `verb` names."""
         return LoadProgressBar(plain=self.plain, verb=verb)
+
+    def bar(self, what: str, total: int, unit: str) -> Bar:
+        """Returns a bar of `total` units of work."""
+        return (PlainBar if self.plain else RichBar)(what, total, unit, 1.0)
 
     def prefill_progress(self) -> PrefillProgressBar:
         """Returns a progress listener of prefill."""

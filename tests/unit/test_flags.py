@@ -102,7 +102,7 @@ def test_the_flags_of_cpm_cu_work(underscores):
 
 def test_short_flags():
     parsed = make_parser("run").parse_args(["-n", "5", "-m", "DIR", "-p", "a b", "--", "-n"])
-    assert (parsed.max_tokens, parsed.model, parsed.prompt_text) == (5, "DIR", "a b")
+    assert (parsed.max_tokens, parsed.model, parsed.prompt_text) == (5, "DIR", ["a b"])
     assert parsed.plain_words == ["-n"]
     assert make_parser().parse_args(["-n5", "-mDIR"]).max_tokens == 5
     for program, verb in ((server, "serve"), (bench, "bench")):

@@ -8,21 +8,22 @@ import sys
 
 import pytest
 
-from cpmcu.prompt import read_prompt
+from cpmcu.prompt import read_prompts
 from tests.unit.test_cli import needs_engine, run
 
 PROGRAM = """
 import sys
-from cpmcu.prompt import read_prompt
+from cpmcu.prompt import read_prompts
 file, text = (a or None for a in sys.argv[1:3])
-print(repr(read_prompt(file, text, lambda note: print(note, file=sys.stderr), append_piped=True)))
+note = lambda text: print(text, file=sys.stderr)
+print(repr([*read_prompts(file, [text] if text else [], note, append_piped=True), None][0]))
 """
 
 
 def prompt(
     stdin: object, *, file: str = "", text: str = ""
 ) -> tuple[str | None, subprocess.CompletedProcess[str]]:
-    """The result of `read_prompt` for a file, a text and stdin."""
+    """The result of `read_prompts` for a file, a text and stdin."""
     given = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
     command = [sys.executable, "-c", PROGRAM, file, text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **given)
@@ -74,7 +75,7 @@ def test_errors(tmp_path):
         done = prompt(" \n", file=file)[1]
         assert f"{what} is empty, but must have some text" in done.stderr
     with pytest.raises(OSError, match="none"):
-        read_prompt(str(tmp_path / "none"), None, print, append_piped=False)
+        read_prompts(str(tmp_path / "none"), [], print, append_piped=False)
 
 
 @needs_engine

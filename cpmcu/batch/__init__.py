@@ -1,0 +1,1 @@
+"""`cpmcu run --batch`: answers the requests of a JSON Lines file through continuous batching."""
