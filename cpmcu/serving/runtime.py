@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -35,8 +36,10 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     # Limits the time that the engine's thread waits for the GIL while another thread holds it.
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
-    config.keys()  # a file that cannot be read ends the program before anything else
+    keys = config.keys()  # a file that cannot be read ends the program before anything else
     listener = listen(config.host, config.port)
+    if not keys:
+        warn_if_open(listener)
     gc.disable()  # imports leave little garbage, and collections would take 0.1 s of the start
     loading: Future[Model] = Future()
     reads_weights = threading.Event()
@@ -136,3 +139,14 @@ def listen(host: str, port: int) -> socket.socket:
     logger.info("listening on %s", address)
     logger.info("to try: curl %s%s", address, _TRY)
     return listener
+
+
+def warn_if_open(listener: socket.socket) -> None:
+    """Logs a warning if other machines may reach a listening socket."""
+    address = listener.getsockname()[0]
+    if not ipaddress.ip_address(address).is_loopback:
+        logger.warning(
+            "other machines can use this server without an API key, since it listens on %s: give "
+            "--api-key KEY, or --host 127.0.0.1",
+            address,
+        )

@@ -18,7 +18,7 @@ from cpmcu.chat_template import ChatTemplate
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import from_flags
 from cpmcu.outputs import TokenLogprobs
-from cpmcu.serving import routes
+from cpmcu.serving import routes, runtime
 from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.conversation import render
@@ -93,6 +93,17 @@ def test_offsets_into_an_echoed_prompt(text, offsets, tmp_path):
     output = tokenizer.encode("a", add_special_tokens=False)
     found = writer.write([(token, None) for token in [*ids, *output]])
     assert found.text_offset == [*offsets, len(text)]
+
+
+@pytest.mark.parametrize(
+    ("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)]
+)
+def test_an_open_server_without_keys_is_warned_of(host, warned, caplog):
+    with runtime.listen(host, 0) as listener:
+        runtime.warn_if_open(listener)
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == warned
+    assert all("it listens on 0.0.0.0: give --api-key KEY" in message for message in found)
 
 
 def test_every_field_of_the_configuration_is_a_flag():
