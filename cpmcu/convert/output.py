@@ -121,9 +121,12 @@ def write_model(
     config: Mapping[str, Any],
     *,
     leave_out: Callable[[str], bool] = lambda name: False,
+    extra: Mapping[str, str] | None = None,
     progress: LoadProgress | None = None,
 ) -> None:
     """Writes weights, config.json, and the source's small files except those `leave_out` selects.
+
+    `extra`: name -> text of further files.
 
     `destination` comes from `check_destination`; an existing directory is replaced. If the disk has
     not enough space, raises OSError before writing.
@@ -137,7 +140,8 @@ def write_model(
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (directory / "config.json").write_text(text, encoding="utf-8")
+        for name, content in {**(extra or {}), "config.json": text}.items():
+            (directory / name).write_text(content, encoding="utf-8")
         try:
             if progress is not None:
                 progress.start(total_bytes, source.resolve().name)

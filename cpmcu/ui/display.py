@@ -58,9 +58,9 @@ class Display:
         """Writes a table to stdout."""
         sys.stdout.write(plain_table(columns, rows))
 
-    def load_progress(self, verb: str = "loading") -> LoadProgressBar:
+    def load_progress(self, verb: str = "loading", *, time_left: bool = False) -> LoadProgressBar:
         """Returns a progress listener of loading, or of the work that `verb` names."""
-        return LoadProgressBar(plain=self.plain, verb=verb)
+        return LoadProgressBar(plain=self.plain, verb=verb, time_left=time_left)
 
     def bar(self, what: str, total: int, unit: str) -> Bar:
         """Returns a bar of `total` units of work."""

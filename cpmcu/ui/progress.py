@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LINE_SECONDS = 2.0  # plain mode: least time between two lines
+_LONG_LINE_SECONDS = 10.0  # of long work, which shows the time left
 
 
 class Bar(Protocol):
@@ -27,8 +28,11 @@ class Bar(Protocol):
 class PlainBar:
     """Writes a line every few seconds and one at the end."""
 
-    def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
+    def __init__(
+        self, what: str, total: int, unit: str, scale: float, time_left: bool = False
+    ) -> None:
         self._what, self._total, self._unit, self._scale = what, total, unit, scale
+        self._time_left = time_left
         self._started = self._told = 0.0
         self._done = 0
         self._finished = False
@@ -38,7 +42,8 @@ class PlainBar:
 
     def update(self, done: int) -> None:
         self._done = done
-        if time.perf_counter() - self._told >= _LINE_SECONDS:
+        pause = _LONG_LINE_SECONDS if self._time_left else _LINE_SECONDS
+        if time.perf_counter() - self._told >= pause:
             self._tell()
 
     def finish(self) -> None:
@@ -49,21 +54,24 @@ class PlainBar:
     def _tell(self) -> None:
         self._told = time.perf_counter()
         done, total = self._done / self._scale, self._total / self._scale
-        rate = done / max(self._told - self._started, 1e-9)
+        elapsed = max(self._told - self._started, 1e-9)
+        rate = done / elapsed
         form = ".2f" if self._scale > 1 else ".0f"
-        sys.stderr.write(
-            f"{self._what}: {done:{form}} of {total:{form}} {self._unit} "
-            f"({rate:{form}} {self._unit}/s)\n"
-        )
+        speed = f"{rate:{form}} {self._unit}/s"
+        if self._time_left:
+            speed = left_text(elapsed, done, total)
+        sys.stderr.write(f"{self._what}: {done:{form}} of {total:{form}} {self._unit} ({speed})\n")
         sys.stderr.flush()
 
 
 class RichBar:
     """Draws a progress bar with rich."""
 
-    def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
+    def __init__(
+        self, what: str, total: int, unit: str, scale: float, time_left: bool = False
+    ) -> None:
         self._scale = scale
-        self._progress = _rich_progress(unit, scale > 1)
+        self._progress = _rich_progress(unit, scale > 1, time_left)
         self._task = self._progress.add_task(what, total=total / scale)
 
     def start(self) -> None:
@@ -80,7 +88,16 @@ class RichBar:
             self._progress.console.show_cursor(True)
 
 
-def _rich_progress(unit: str, decimals: bool) -> Progress:
+def left_text(elapsed: float, done: float, total: float) -> str:
+    """The time that is left, from the seconds that `done` of `total` took."""
+    if done <= 0:
+        return "time left: unknown"
+    seconds = round(elapsed * (total - done) / done)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"time left: {hours}:{minutes:02}:{seconds % 60:02}"
+
+
+def _rich_progress(unit: str, decimals: bool, time_left: bool) -> Progress:
     from rich.console import Console  # imported only for a terminal
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
@@ -89,10 +106,11 @@ def _rich_progress(unit: str, decimals: bool) -> Progress:
 
     class Amount(ProgressColumn):
         def render(self, task: Task) -> Text:
-            rate = task.completed / max(task.elapsed or 0.0, 1e-3)
-            return Text(
-                f"{task.completed:{form}}/{task.total:{form}} {unit}, {rate:{form}} {unit}/s"
-            )
+            elapsed = max(task.elapsed or 0.0, 1e-3)
+            speed = f"{task.completed / elapsed:{form}} {unit}/s"
+            if time_left:
+                speed = left_text(elapsed, task.completed, task.total or 0)
+            return Text(f"{task.completed:{form}}/{task.total:{form}} {unit}, {speed}")
 
     columns = (TextColumn("{task.description}"), BarColumn(), Amount())
     return Progress(*columns, console=Console(stderr=True))
@@ -101,15 +119,16 @@ def _rich_progress(unit: str, decimals: bool) -> Progress:
 class LoadProgressBar:
     """Progress of loading or converting a model; see `cpmcu.loading.progress.LoadProgress`."""
 
-    def __init__(self, *, plain: bool, verb: str = "loading") -> None:
+    def __init__(self, *, plain: bool, verb: str = "loading", time_left: bool = False) -> None:
         self._plain = plain
         self._verb = verb
+        self._time_left = time_left  # instead of the speed
         self._bar: Bar | None = None
 
     def start(self, total_bytes: int, what: str) -> None:
         kind = PlainBar if self._plain else RichBar
         unit, scale = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
-        self._bar = kind(f"{self._verb} {what}", total_bytes, unit, scale)
+        self._bar = kind(f"{self._verb} {what}", total_bytes, unit, scale, self._time_left)
         self._bar.start()
 
     def update(self, done_bytes: int) -> None:

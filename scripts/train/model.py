@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gptq import dequantize_state
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -34,6 +33,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging
+
+from cpmcu.convert.rounding import dequantize_state
 
 FAMILIES = ("llama", "mistral", "minicpm", "qwen2", "qwen3")
 # Keys of config.json with the same meaning in every family.

@@ -27,7 +27,6 @@ from continue_text import add_target_arguments, load_target
 from corpus import corpus_from_arguments, plain_stream, training_stream
 from directory import add_out_arguments, check_out
 from drafts import Head
-from gptq import Quantized, gptq, output_error, round_to_nearest
 from head_files import load_head
 from model import Target, load_pretrained, read_state
 from safetensors.torch import save_file
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from trainer import Batches, TrainConfig, evaluate
 
 from cpmcu.convert.output import new_directory
+from cpmcu.convert.rounding import Quantized, gptq, output_error, round_to_nearest
 
 # Matrices of a layer in forward order, grouped by common input.
 STAGES = (

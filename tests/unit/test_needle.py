@@ -16,7 +16,7 @@ from tests.reference.engines import extension_or_skip
 from tests.unit.recipe import import_recipe
 
 MODULES = (
-    *("directory", "corpus", "gptq", "model", "sparse", "trainer", "train_tokenizer", "train_lm"),
+    *("directory", "corpus", "model", "sparse", "trainer", "train_tokenizer", "train_lm"),
     "train_needle",
 )
 NEVER = 1 << 20

@@ -19,7 +19,6 @@ ASSETS = ROOT / "cpmcu" / "assets"
 MODULES = (
     "directory",
     "corpus",
-    "gptq",
     "model",
     "trainer",
     "drafts",
@@ -37,6 +36,9 @@ VOCAB = 203
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
     with import_recipe(MODULES) as modules:
+        from cpmcu.convert import rounding
+
+        modules.rounding = rounding
         yield modules
 
 
@@ -82,10 +84,10 @@ def test_gptq_follows_its_definition(
     recipe: SimpleNamespace, rows: int, inputs: int, group: int
 ) -> None:
     weight, gram = correlated(rows, inputs)
-    scales = recipe.gptq.best_scales(weight, group, damped(gram, 0.05).diagonal())
+    scales = recipe.rounding.best_scales(weight, group, damped(gram, 0.05).diagonal())
     expected = by_definition(weight, gram, scales, group, damping=0.05)
     for block in (1, 128, 7):
-        result = recipe.gptq.gptq(weight, gram, group, damping=0.05, block=block)
+        result = recipe.rounding.gptq(weight, gram, group, damping=0.05, block=block)
         assert result.scales.float().equal(scales)
         # If float32 breaks a tie the other way, this level changes by one, and so may later
         # columns.
@@ -97,7 +99,7 @@ def test_gptq_errs_less_than_rounding_to_nearest(
     recipe: SimpleNamespace, rows: int, inputs: int
 ) -> None:
     """GPTQ beats rounding to nearest on correlated inputs; a single input gains by scale only."""
-    gptq = recipe.gptq
+    gptq = recipe.rounding
     weight, gram = correlated(rows, inputs, seed=1)
     error = gptq.output_error(weight, gptq.gptq(weight, gram, 128).dequantize(), gram)
     nearest = gptq.output_error(weight, gptq.round_to_nearest(weight, 128).dequantize(), gram)
@@ -117,12 +119,12 @@ def test_weights_representable_in_4_bits_are_unchanged(
     levels[:, ::group] = -8  # every group shows its scale
     levels[::3] = levels[::3].clamp_min(-7)
     levels[::3, ::group] = 7
-    groups = recipe.gptq.num_groups(inputs, group)
+    groups = recipe.rounding.num_groups(inputs, group)
     scales = torch.rand(rows, groups, generator=generator).add(0.01).bfloat16().float()
     weight = levels * scales.repeat_interleave(group, dim=1)[:, :inputs]
     weight[-1] = 0
     gram = correlated(rows, inputs)[1]
-    result = recipe.gptq.gptq(weight, gram, group)
+    result = recipe.rounding.gptq(weight, gram, group)
     assert result.dequantize().equal(weight)
     assert result.q.shape == (inputs, rows) and result.scales.shape == (groups, rows)
     assert result.q[:, :-1].equal(levels[:-1].T.add(8).to(torch.uint8))
@@ -135,14 +137,14 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest(recipe: SimpleNamesp
     dead = [0, 17, 39]
     gram[dead] = 0
     gram[:, dead] = 0
-    result = recipe.gptq.gptq(weight, gram, 40)
-    nearest = recipe.gptq.round_to_nearest(weight, 40, result.scales.float())
+    result = recipe.rounding.gptq(weight, gram, 40)
+    nearest = recipe.rounding.round_to_nearest(weight, 40, result.scales.float())
     assert result.q[dead].equal(nearest.q[dead])
     assert not result.q.equal(nearest.q)
     nothing = torch.zeros_like(gram)
-    result = recipe.gptq.gptq(weight, nothing, 40)
-    best = recipe.gptq.best_scales(weight, 40)
-    assert result.q.equal(recipe.gptq.round_to_nearest(weight, 40, best).q)
+    result = recipe.rounding.gptq(weight, nothing, 40)
+    best = recipe.rounding.best_scales(weight, 40)
+    assert result.q.equal(recipe.rounding.round_to_nearest(weight, 40, best).q)
 
 
 def test_scales_are_the_same_in_float16_and_bfloat16(recipe: SimpleNamespace) -> None:
@@ -151,8 +153,8 @@ def test_scales_are_the_same_in_float16_and_bfloat16(recipe: SimpleNamespace) ->
     weight, gram = correlated(30, 256)
     for factor in (1.0, 1e-7, 1e3):
         for scales in (
-            recipe.gptq.gptq(weight * factor, gram, 128).scales,
-            recipe.gptq.round_to_nearest(weight * factor, 128).scales,
+            recipe.rounding.gptq(weight * factor, gram, 128).scales,
+            recipe.rounding.round_to_nearest(weight * factor, 128).scales,
         ):
             assert scales.dtype == torch.float16 and (scales > 0).all()
             assert scales.bfloat16().float().equal(scales.float())
@@ -164,24 +166,24 @@ def test_best_scales_err_least(recipe: SimpleNamespace) -> None:
 
     weight, gram = correlated(6, 64)
     importance = gram.diagonal().float()
-    best = recipe.gptq.best_scales(weight, 64, importance)
+    best = recipe.rounding.best_scales(weight, 64, importance)
 
     def error(scales: Any) -> Any:
-        rounded = recipe.gptq.round_to_nearest(weight, 64, scales).dequantize()
+        rounded = recipe.rounding.round_to_nearest(weight, 64, scales).dequantize()
         return (importance * (rounded - weight) ** 2).sum(1)
 
     peak = weight.abs().amax(1)
     for levels in np.arange(7, 14, 0.125).tolist():
         scales = (peak / levels).bfloat16().float()[None]
         assert (error(best) <= error(scales) * (1 + 1e-5)).all()
-    assert (error(best) < error(recipe.gptq.peak_scales(weight, 64))).all()
-    assert torch.equal(recipe.gptq.peak_scales(weight, 64)[0], (peak / 7).bfloat16().float())
+    assert (error(best) < error(recipe.rounding.peak_scales(weight, 64))).all()
+    assert torch.equal(recipe.rounding.peak_scales(weight, 64)[0], (peak / 7).bfloat16().float())
 
 
 def test_bad_gram_is_refused(recipe: SimpleNamespace) -> None:
     weight, gram = correlated(4, 16)
     with pytest.raises(ValueError, match=r"gram is \[15, 15\], expected \[16, 16\]"):
-        recipe.gptq.gptq(weight, gram[1:, 1:], 128)
+        recipe.rounding.gptq(weight, gram[1:, 1:], 128)
 
 
 # ---- files
@@ -195,9 +197,9 @@ def test_tensors_of_a_checkpoint(
     import torch
 
     weight, gram = correlated(rows, inputs)
-    result = recipe.gptq.gptq(weight, gram, group)
+    result = recipe.rounding.gptq(weight, gram, group)
     tensors = result.tensors()
-    groups = recipe.gptq.num_groups(inputs, group)
+    groups = recipe.rounding.num_groups(inputs, group)
     assert {name: (list(t.shape), t.dtype) for name, t in tensors.items()} == {
         "qweight": ([inputs // 8, rows], torch.int32),
         "qzeros": ([groups, rows // 8], torch.int32),
@@ -213,20 +215,20 @@ def test_tensors_of_a_checkpoint(
     kept = torch.ones(3)
     state = {f"a.b.{name}": tensor for name, tensor in tensors.items()} | {"norm.weight": kept}
     config = recipe.quantize.Settings().to_hf()
-    dense = recipe.gptq.dequantize_state(state, config)
+    dense = recipe.rounding.dequantize_state(state, config)
     assert dense.keys() == {"a.b.weight", "norm.weight"}
     assert dense["a.b.weight"].equal(result.dequantize()) and dense["norm.weight"] is kept
     second = {**state, "a.b.qzeros": state["a.b.qzeros"] + 0x11111111}
-    second = recipe.gptq.dequantize_state(second, {**config, "checkpoint_format": "gptq_v2"})
+    second = recipe.rounding.dequantize_state(second, {**config, "checkpoint_format": "gptq_v2"})
     assert second["a.b.weight"].equal(result.dequantize())
     for wrong in ({"quant_method": "awq"}, {"bits": 8}, {"checkpoint_format": "marlin"}):
         with pytest.raises(ValueError, match="expected gptq with 4 bits"):
-            recipe.gptq.dequantize_state(state, config | wrong)
+            recipe.rounding.dequantize_state(state, config | wrong)
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(7, 16), (16, 13)])
 def test_partial_words_are_refused(recipe: SimpleNamespace, rows: int, inputs: int) -> None:
-    result = recipe.gptq.round_to_nearest(correlated(rows, inputs)[0], 128)
+    result = recipe.rounding.round_to_nearest(correlated(rows, inputs)[0], 128)
     with pytest.raises(ValueError, match="expected a multiple of 8"):
         result.tensors()
 
@@ -304,10 +306,12 @@ def test_a_layer_is_calibrated_on_outputs_of_quantised_layers(
     linear.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0].flatten(0, 1)))
     partly(ids)
     gram = rows[0].T @ rows[0]
-    q = recipe.gptq.gptq(linear.weight, gram, linear.in_features).q
+    q = recipe.rounding.gptq(linear.weight, gram, linear.in_features).q
     assert (q != done[name].q).float().mean() <= 0.01
     plain = recipe.model.load_pretrained(tmp_path).model.get_submodule(name)
-    assert (recipe.gptq.round_to_nearest(plain.weight, 64).q != done[name].q).float().mean() > 0.05
+    assert (
+        recipe.rounding.round_to_nearest(plain.weight, 64).q != done[name].q
+    ).float().mean() > 0.05
 
 
 @pytest.mark.parametrize(

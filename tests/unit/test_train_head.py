@@ -21,7 +21,6 @@ TARGET = ASSETS / "tiny-python-minicpm"
 MODULES = (
     "directory",
     "corpus",
-    "gptq",
     "model",
     "trainer",
     "drafts",

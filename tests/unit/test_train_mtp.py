@@ -17,7 +17,7 @@ from tests.unit.drafts import opened, spec_of
 from tests.unit.recipe import import_recipe
 
 MODULES = (
-    *("directory", "corpus", "gptq", "model", "trainer", "drafts", "mtp_head", "head_files"),
+    *("directory", "corpus", "model", "trainer", "drafts", "mtp_head", "head_files"),
     *("continue_text", "measure_acceptance", "train_head"),
 )
 VOCAB, HIDDEN, INNER, LAYERS = 203, 64, 40, 4

@@ -15,7 +15,7 @@ from tests.unit.recipe import import_recipe
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
 MODULES = (
-    *("directory", "corpus", "gptq", "model", "trainer", "train_tokenizer", "train_lm"),
+    *("directory", "corpus", "model", "trainer", "train_tokenizer", "train_lm"),
     *(
         "drafts",
         "mtp_head",

@@ -99,25 +99,27 @@ def _scale(values: Tensor) -> Tensor:
 
 def peak_scales(weight: Tensor, group: int) -> Tensor:
     """Returns scales [G, N] that map the largest magnitude of each group to 7."""
-    parts = weight.split(group, dim=1)
+    parts = torch.split(weight, group, dim=1)
     return torch.stack([_scale(part.abs().amax(1) / HIGHEST) for part in parts])
 
 
-def best_scales(weight: Tensor, group: int, importance: Tensor | None = None) -> Tensor:
+def best_scales(
+    weight: Tensor, group: int, importance: Tensor | None = None, step: float = 1 / 8
+) -> Tensor:
     """Returns scales [G, N] from peak / 7 to peak / 14 with the least squared rounding error.
 
     A smaller scale clips the largest weights and gives the others finer steps. `importance` [K]:
-    weights of the inputs in the error.
+    weights of the inputs in the error. Divisors of the peak are `step` apart.
     """
     chosen = []
     start = 0
-    for part in weight.split(group, dim=1):
+    for part in torch.split(weight, group, dim=1):
         inputs = part.shape[1]
         weigh = 1.0 if importance is None else importance[start : start + inputs].to(part)
         peak = part.abs().amax(1)
         best = torch.full_like(peak, torch.inf)
         scales = _scale(peak / HIGHEST)
-        for levels in torch.arange(HIGHEST, 2 * HIGHEST, 1 / 8).tolist():
+        for levels in torch.arange(HIGHEST, 2 * HIGHEST, step).tolist():
             scale = _scale(peak / levels)
             error = (weigh * (part - _levels(part, scale[:, None]) * scale[:, None]) ** 2).sum(1)
             better = error < best
@@ -186,7 +188,8 @@ def _damped(gram: Tensor, damping: float) -> Tensor:
 def _inverse_factor(gram: Tensor) -> Tensor:
     """Returns the upper Cholesky factor of gram^-1."""
     lower = torch.linalg.cholesky(gram)
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return upper
 
 
 def output_error(weight: Tensor, other: Tensor, gram: Tensor) -> float:

@@ -1,0 +1,382 @@
+"""Quantises the linear layers of a model to 4 bits and writes a GPTQ checkpoint.
+
+| method | how a weight is rounded |
+|---|---|
+| rtn | to nearest, with the scale of least squared error for each group |
+| gptq | so that the outputs change least on a calibration text (cpmcu/convert/rounding.py) |
+
+Embedding, lm_head, norms, biases, routers and vision towers are unchanged. With gptq the layers are
+quantised in forward order, each with the inputs that the quantised layers before it produce.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpmcu.convert.dense_layers import DenseLayers, Layer, check_dense
+from cpmcu.convert.minicpm_to_llama import from_float32, to_float32
+from cpmcu.convert.output import (
+    Converted,
+    NewTensor,
+    check_destination,
+    copied,
+    write_model,
+)
+from cpmcu.convert.rounding import Quantized, best_scales, gptq, round_to_nearest
+from cpmcu.errors import about
+from cpmcu.loading.hub import resolve_model
+from cpmcu.loading.loader import read_config
+from cpmcu.loading.model_files import ModelFiles, is_gguf, model_files, model_name
+from cpmcu.loading.progress import LoadProgress
+from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.registry import find_model
+from cpmcu.quant.int4 import CHANNEL_WISE, GROUP_SIZE
+from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
+from cpmcu.tokenizer import Tokenizer
+
+WEIGHTS_FILE = "model.safetensors"
+METHODS = ("rtn", "gptq")
+GROUP_SIZES = (GROUP_SIZE, CHANNEL_WISE)
+DAMPING = 0.01
+WINDOW = 512  # tokens of a calibration text
+BATCH = 4  # texts that run at a time
+CALIBRATION_TOKENS = 32768
+
+_TAKEN = re.compile(
+    r"(^|\.)(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_up_proj|gate_proj|up_proj|down_proj|"
+    r"in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj|input_linear|output_linear)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """How to quantise. Raises ValueError for values that do not go together."""
+
+    method: str = "rtn"
+    group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
+    calibration: Path | None = None  # text file, required by gptq
+    calibration_tokens: int = CALIBRATION_TOKENS  # most tokens of the text that are used
+    device: str = "cpu"  # of the computation: cpu or cuda
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}, expected {' or '.join(METHODS)}")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"group_size is {self.group_size}, expected {GROUP_SIZE}, or {CHANNEL_WISE} for "
+                "whole rows: the engine has no kernels for other groups"
+            )
+        if self.method == "gptq" and self.calibration is None:
+            raise ValueError("method is 'gptq', expected a calibration text (--calibration FILE)")
+        if self.calibration_tokens < 1:
+            raise ValueError(
+                f"calibration_tokens is {self.calibration_tokens}, expected at least 1"
+            )
+
+    def group(self, num_inputs: int) -> int:
+        """Inputs of a layer that share a scale."""
+        return num_inputs if self.group_size == CHANNEL_WISE else self.group_size
+
+    def to_hf(self) -> dict[str, Any]:
+        """quantization_config of the output."""
+        by_gptq = {"damp_percent": DAMPING, "true_sequential": True}
+        return {
+            "bits": 4,
+            "checkpoint_format": "gptq",
+            "desc_act": False,
+            "group_size": self.group_size,
+            "lm_head": False,
+            "quant_method": "gptq",
+            "static_groups": True,
+            "sym": True,
+            **(by_gptq if self.method == "gptq" else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model to quantise."""
+
+    path: Path
+    files: ModelFiles
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    fields: SpecFields
+    modules: dict[str, tuple[str, ...]]  # to quantise -> the engine's names of its rows' parts
+
+    def weight(self, module: str) -> Tensor:
+        """float32 [N, K]. Raises ValueError for numbers that are not finite."""
+        name = f"{module}.weight"
+        stored = self.checkpoint.read(name)
+        found = torch.from_numpy(to_float32(stored, self.checkpoint.tensors[name].meta.dtype))
+        if not found.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite: the file is damaged")
+        return found
+
+
+def quantize(
+    source: str,
+    destination: str | Path,
+    options: QuantizeOptions,
+    *,
+    overwrite: bool = False,
+    working: LoadProgress | None = None,
+    writing: LoadProgress | None = None,
+) -> Converted:
+    """Quantises a directory, a Hugging Face repo or a GGUF file.
+
+    `working` and `writing` show the progress of the two steps. Raises ValueError for a model that
+    is quantised already, for matrices that the format cannot store and for a forbidden
+    destination. Raises FileNotFoundError for a missing file and OSError for a full disk. After an
+    error, `destination` is unchanged.
+    """
+    path = resolve_model(source)
+    target = check_destination(Path(destination), [path], overwrite=overwrite)
+    with about(path):
+        model = _open(path, options)
+    if options.method == "gptq":
+        with about(path):
+            check_dense(model.fields)
+        ids = read_text(path, options.calibration or Path(), options.calibration_tokens)
+        done = _by_gptq(model, ids, options, working)
+    else:
+        done = _to_nearest(model, options, working)
+    write_model(
+        path,
+        target,
+        WEIGHTS_FILE,
+        _tensors(model, done),
+        {**model.config, "quantization_config": options.to_hf()},
+        extra=_gguf_files(model.files) if is_gguf(path) else {},
+        progress=writing,
+    )
+    return Converted(target, tuple(_notes(model, options)))
+
+
+def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
+    notes = [f"{len(model.modules)} linear layers have 4 bits, the other tensors are as they were"]
+    odd = next((m for m, (_, k) in _sizes(model).items() if k % options.group(k)), None)
+    if odd is not None:
+        notes.append(
+            f"the last group of {odd} is shorter than {GROUP_SIZE}: cpmcu runs that, some other "
+            "programs do not (--group-size -1 suits them)"
+        )
+    return notes
+
+
+# ---- reading the source
+
+
+def _open(path: Path, options: QuantizeOptions) -> _Source:
+    files = model_files(path)
+    config, checkpoint = read_config(path), files.checkpoint()
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    quant = quant_config_of(config)
+    if quant or quantised_tensors(metas):
+        raise ValueError(
+            f"the model is quantised with {describe(quant, metas)} already, expected weights of "
+            "16 or 32 bits"
+        )
+    family = find_model(config)
+    build = BuildOptions(has_lm_head="lm_head.weight" in metas)
+    fields = family.build(config, build)
+    modules = {}
+    for name, meta in metas.items():
+        module = name.removesuffix(".weight")
+        parts = tuple(piece.name for piece in family.names(name, fields))
+        if module == name or not parts or not _TAKEN.search(module):
+            continue
+        if not parts[0].startswith("model.layers.") or meta.dtype not in FLOAT_DTYPES:
+            continue
+        if len(meta.shape) != 2:
+            raise ValueError(
+                f"{name} has shape {list(meta.shape)}: experts are stored together, expected "
+                "one matrix for each expert"
+            )
+        modules[module] = parts
+    if not modules:
+        raise ValueError("no linear layer was found, expected tensors such as q_proj.weight")
+    return _Source(path, files, config, checkpoint, fields, modules)
+
+
+def _sizes(model: _Source) -> dict[str, tuple[int, int]]:
+    """Module -> (N, K)."""
+    tensors = model.checkpoint.tensors
+    shapes = {module: tensors[f"{module}.weight"].meta.shape for module in model.modules}
+    return {module: (shape[0], shape[1]) for module, shape in shapes.items()}
+
+
+def read_text(model: Path, text: Path, most: int) -> list[int]:
+    """Token ids of the beginning of a UTF-8 text file, at most `most`.
+
+    Raises FileNotFoundError for a missing file and ValueError for one that is not text.
+    """
+    if not text.is_file():
+        raise FileNotFoundError(f"{text}: no such file, expected a text")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: byte {error.start} is not UTF-8, expected a text") from error
+    ids = Tokenizer.from_directory(model).encode(content[: 32 * most])[:most]
+    if len(ids) < 2:
+        raise ValueError(f"{text}: has {len(ids)} tokens, expected a text of at least 2")
+    return ids
+
+
+# ---- rounding
+
+
+def _to_nearest(
+    model: _Source, options: QuantizeOptions, progress: LoadProgress | None
+) -> dict[str, Quantized]:
+    sizes = _sizes(model)
+    done: dict[str, Quantized] = {}
+    with _Steps(progress, sizes, model.path) as steps:
+        for module, (_, k) in sizes.items():
+            weight = model.weight(module).to(options.device)
+            group = options.group(k)
+            done[module] = round_to_nearest(weight, group, best_scales(weight, group, step=0.5))
+            steps.done(module)
+    return done
+
+
+@torch.no_grad()
+def _by_gptq(
+    model: _Source, ids: Sequence[int], options: QuantizeOptions, progress: LoadProgress | None
+) -> dict[str, Quantized]:
+    device = torch.device(options.device)
+    layers = DenseLayers(model.checkpoint, find_model(model.config).names, model.fields, device)
+    batches = layers.embed(_windows(ids))
+    by_layer: dict[int, list[str]] = {}
+    for module, parts in model.modules.items():
+        by_layer.setdefault(int(parts[0].split(".")[2]), []).append(module)
+    done: dict[str, Quantized] = {}
+    with _Steps(progress, _sizes(model), model.path) as steps:
+        for index in range(model.fields.num_hidden_layers):
+            layer, modules = layers.layer(index), by_layer.get(index, [])
+
+            def stage(leaves: tuple[str, ...], inputs: list[Tensor]) -> None:
+                taken = [m for m in modules if _leaf(model.modules[m][0]) in leaves]  # noqa: B023
+                gram = _gram(inputs) if taken else None
+                for module in taken:
+                    assert gram is not None
+                    weight = model.weight(module).to(device)
+                    made = gptq(weight, gram, options.group(weight.shape[1]), DAMPING)
+                    _replace(layer, model.modules[module], made.dequantize())  # noqa: B023
+                    done[module] = made
+                    steps.done(module)
+
+            layer.run(batches, stage)
+    return done
+
+
+def _windows(ids: Sequence[int]) -> list[Tensor]:
+    """The text as batches [B, T] of windows. A rest that fills no window is left out."""
+    tokens = torch.tensor(ids)
+    length = min(WINDOW, len(ids))
+    windows = tokens[: len(ids) // length * length].reshape(-1, length)
+    return list(torch.split(windows, BATCH))
+
+
+def _gram(inputs: list[Tensor]) -> Tensor:
+    """X^T X [K, K] of all rows of the inputs, float64."""
+    size = inputs[0].shape[-1]
+    gram = torch.zeros(size, size, dtype=torch.float64, device=inputs[0].device)
+    for x in inputs:
+        rows = x.flatten(0, -2)
+        gram += (rows.T @ rows).double()
+    return gram
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _replace(layer: Layer, parts: Sequence[str], weight: Tensor) -> None:
+    """Puts the rows of a rounded matrix into the layer."""
+    row = 0
+    for part in parts:
+        leaf = part.split(".", 3)[3]
+        rows = len(layer.weights[leaf])
+        layer.weights[leaf] = weight[row : row + rows]
+        row += rows
+
+
+class _Steps:
+    """Shows the progress of quantising as bytes of weights in 16 bits."""
+
+    def __init__(
+        self, progress: LoadProgress | None, sizes: Mapping[str, tuple[int, int]], path: Path
+    ) -> None:
+        self._progress, self._name = progress, model_name(path)
+        self._bytes = {module: 2 * n * k for module, (n, k) in sizes.items()}
+        self._done = 0
+
+    def __enter__(self) -> _Steps:
+        if self._progress is not None:
+            self._progress.start(sum(self._bytes.values()), self._name)
+        return self
+
+    def done(self, module: str) -> None:
+        self._done += self._bytes[module]
+        if self._progress is not None:
+            self._progress.update(self._done)
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.finish()
+
+
+# ---- making the output
+
+
+def _tensors(model: _Source, done: Mapping[str, Quantized]) -> list[NewTensor]:
+    tensors: list[NewTensor] = []
+    for name in model.checkpoint.tensors:
+        module = name.removesuffix(".weight")
+        if name == module or module not in done:
+            tensors.append(_kept(model, name))
+            continue
+        for suffix, tensor in done[module].tensors().items():
+            array = tensor.numpy()
+            meta = TensorMeta(f"{module}.{suffix}", array.dtype.name, array.shape)
+            tensors.append(NewTensor(meta, lambda array=array: iter([array])))  # type: ignore[misc]
+    return tensors
+
+
+def _kept(model: _Source, name: str) -> NewTensor:
+    """An unchanged tensor. Those of a GGUF file get the dtype of its config, as in the engine."""
+    meta = model.checkpoint.tensors[name].meta
+    if not is_gguf(model.path) or meta.dtype != "float32":
+        return copied(model.checkpoint, name)
+    dtype = str(model.config["torch_dtype"])
+
+    def chunks() -> Any:
+        yield from_float32(np.ascontiguousarray(model.checkpoint.read(name)), dtype)
+
+    return NewTensor(TensorMeta(name, dtype, meta.shape), chunks)
+
+
+def _gguf_files(files: ModelFiles) -> dict[str, str]:
+    """The small files of a GGUF model, by Hugging Face's names."""
+    assert files.build_tokenizer is not None
+    made = {"tokenizer.json": files.build_tokenizer().to_str(pretty=True)}
+    config = files.json("tokenizer_config.json")
+    templates = config.get("chat_template")
+    if isinstance(templates, dict):
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        config["chat_template"] = templates["default"] if [*templates] == ["default"] else named
+    made["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    if generation := files.json("generation_config.json"):
+        made["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
+    return made
