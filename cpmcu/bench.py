@@ -47,6 +47,7 @@ from cpmcu.engine_flags import (
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.shipped import shipped_model, shipped_needle_model
+from cpmcu.startup import add_startup_flags, prepare
 
 NEEDLE_LENGTHS = (1024, 2048, 4096)
 
@@ -257,10 +258,14 @@ def _print(text: str) -> None:
         reader_left()
 
 
+def _prog(verb: str | None) -> str:
+    return f"cpmcu {verb}" if verb else "python -m cpmcu.bench"
+
+
 def make_parser(verb: str | None = None) -> FlagParser:
     """The parser of all flags."""
     parser = FlagParser(
-        prog=f"cpmcu {verb}" if verb else "python -m cpmcu.bench",
+        prog=_prog(verb),
         usage=None if verb else "python -m cpmcu.bench [flags]",
         words=MODEL_WORD if verb else None,
         description="Measures loading, prefill and decoding, and compares a decode step with the "
@@ -270,13 +275,15 @@ def make_parser(verb: str | None = None) -> FlagParser:
     )
     add_flags(parser, BenchOptions, "benchmark")
     add_engine_flags(parser, {"prefix_cache": False}, "engine")
+    add_startup_flags(parser, "engine")
     return parser
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     """Runs a benchmark; returns the exit status. `verb`: set by `cpmcu bench`."""
+    file = prepare(arguments, _prog(verb))
     parser = make_parser(verb)
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments, file=file)
     try:
         flags.model = named_model(flags)
         options = from_flags(BenchOptions, flags)

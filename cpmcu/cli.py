@@ -29,6 +29,7 @@ from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompts
 from cpmcu.sampling import SamplingParams
 from cpmcu.shipped import chat_model, shipped
+from cpmcu.startup import add_startup_flags, prepare
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ VERBS = {
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     """Runs the command line; returns the exit status. `verb`: set by `cpmcu VERB`."""
+    file = prepare(arguments, f"cpmcu {verb}" if verb else "cpmcu")
     parser = make_parser(verb)
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments, file=file)
     options, config, params = _configs(parser, parsed, verb)
     debug = bool(os.environ.get("CPMCU_DEBUG"))
     display = Display(plain=options.plain_output, debug=debug)
@@ -103,6 +105,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
             return parser
     add_flags(parser, CliOptions, "what to do")
     add_engine_flags(parser, {"max_num_seqs": 1})
+    add_startup_flags(parser, "what to do")
     tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for a shipped model; no limit in a chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
     parser.hide("prefix_cache", "prefix_cache_dir", "prefix_cache_decoded")
@@ -136,12 +139,7 @@ def _configs(
         if verb == "plan" or (parsed.batch is not None and len(parsed.plain_words) < 2):
             parsed.model = named_model(parsed)
         else:
-            first = parsed.prompt_text[0] if parsed.prompt_text else None
-            parsed.model, word = model_and_prompt(
-                parsed.plain_words, parsed.model, first, parsed.prompt_file
-            )
-            if first is None and word is not None:
-                parsed.prompt_text = [word]
+            _take_words(parsed)
             if parsed.model is None and parsed.chat:
                 parsed.model = chat_model()
         if parsed.max_tokens is None and not parsed.chat:
@@ -157,6 +155,24 @@ def _configs(
         return options, config, params
     except ValueError as error:
         parser.error(parser.named(str(error)))
+
+
+def _take_words(parsed: argparse.Namespace) -> None:
+    """Sets model and prompt from `[MODEL] [PROMPT]`; these win over those of a file of flags."""
+    typed: dict[str, Any] = {
+        name: None if name in parsed.from_file else getattr(parsed, name)
+        for name in ("model", "prompt_text", "prompt_file")
+    }
+    texts = typed["prompt_text"] or []
+    model, prompt = model_and_prompt(
+        parsed.plain_words, typed["model"], texts[0] if texts else None, typed["prompt_file"]
+    )
+    if model is not None:
+        parsed.model = model
+    if prompt is not None and not texts:
+        parsed.prompt_text = [prompt]
+    if prompt is not None and typed["prompt_file"] is None:
+        parsed.prompt_file = None
 
 
 def _run(

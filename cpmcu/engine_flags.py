@@ -71,7 +71,7 @@ def named_model(parsed: argparse.Namespace) -> str | None:
     """The model that MODEL or --model-path names. Raises ValueError if both are given."""
     words: list[str] = parsed.plain_words
     model: str | None = parsed.model
-    if words and model is not None:
+    if words and model is not None and "model" not in parsed.from_file:
         raise ValueError(
             f"MODEL is {shown(words[0])}, but --model-path is given too: give one of them"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 import sys
 import types
@@ -41,6 +42,14 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected yes or no, found {text!r}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileFlags:
+    """Flags of a file: name without the leading dashes -> value."""
+
+    name: str  # of the file
+    values: Mapping[str, Any]
+
+
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser with one-sentence errors that accepts underscores in flags.
 
@@ -53,6 +62,7 @@ class FlagParser(argparse.ArgumentParser):
         self.words = dict(words or {})
         self.briefs: Briefs = {}
         self._given: dict[str, str] = {}
+        self._file = ""  # prefix of errors while a file's flags are parsed
         if self.words:
             explained = "; ".join(f"{word}: {text}" for word, text in self.words.items())
             self.add_argument_group("arguments", explained)
@@ -107,10 +117,15 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Writes one sentence to stderr and exits with status 2."""
         message = re.sub(r"^argument (\S+): ", self._blamed, message)
-        self.exit(2, f"{self.prog}: {message} (--help lists flags)\n")
+        self.exit(2, f"{self.prog}: {self._file}{message} (--help lists flags)\n")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses `args`. The error for an unknown flag names the nearest known flag."""
+    def parse_args(
+        self, args: Any = None, namespace: Any = None, *, file: FileFlags | None = None
+    ) -> Any:
+        """Parses `args`. The error for an unknown flag names the nearest known flag.
+
+        `file`: flags for which `args` has none. The namespace's `from_file` has their destinations.
+        """
         args = list(sys.argv[1:] if args is None else args)
         end = args.index("--") if self.words and "--" in args else len(args)
         parsed, unknown = self.parse_known_args(args[:end], namespace)
@@ -122,7 +137,40 @@ class FlagParser(argparse.ArgumentParser):
             found = parsed.plain_words[len(self.words)]
             hint = "; a text of several words needs quotes" if self.words else ""
             self.error(f"unexpected argument {shown(found)}{hint}")
+        parsed.from_file = set() if file is None else self._add_file(parsed, file)
         return parsed
+
+    def _add_file(self, parsed: argparse.Namespace, file: FileFlags) -> set[str]:
+        """Sets the flags of a file that are not given otherwise. Returns their destinations."""
+        self._file = f"{file.name}: "
+        given, added = dict(self._given), {}
+        for name, value in file.values.items():
+            action = self._option_string_actions.get(f"--{name}")
+            if action is None or action.nargs == 0 or name == "config":
+                self._unknown_flag(name)
+            if value is None or getattr(parsed, action.dest) is not None:
+                continue
+            self._given = {action.dest: f"--{name}"}
+            read, _ = super().parse_known_args(self._written(name, action, value))
+            setattr(parsed, action.dest, getattr(read, action.dest))
+            added[action.dest] = f"--{name}"
+        self._given = given | added
+        self._file = ""
+        return set(added)
+
+    def _written(self, name: str, action: argparse.Action, value: Any) -> list[str]:
+        """A flag of a file as it is typed."""
+        repeatable = isinstance(action, argparse._AppendAction)
+        if isinstance(value, dict) or (isinstance(value, list) and not repeatable):
+            if name != "speculative-config":
+                self.error(f"--{name} is {shown(value)}, expected one value")
+            value = json.dumps(value)
+        values = value if isinstance(value, list) else [value]
+        for each in values:
+            if not isinstance(each, (str, int, float)):
+                self.error(f"--{name} is {shown(each)}, expected a text, a number, yes or no")
+        texts = [("no", "yes")[each] if isinstance(each, bool) else str(each) for each in values]
+        return [f"--{name}={text}" for text in texts]
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -158,7 +206,10 @@ class FlagParser(argparse.ArgumentParser):
         return f"{flag or match[1]}: "
 
     def _unknown_flag(self, flag: str) -> NoReturn:
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        known = list(self._option_string_actions)
+        if self._file:  # its names have no dashes
+            known = [name.removeprefix("--") for name in known if name.startswith("--")]
+        near = difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         self.error(f"unknown flag {shown(flag)}{hint}")
 
@@ -186,7 +237,9 @@ def add_flags(
     A field whose metadata has a `group` is listed under that title.
     """
     defaults = defaults or {}
-    groups = {title: parser.add_argument_group(title)}
+    groups = {group.title: group for group in parser._action_groups}
+    if title not in groups:
+        groups[title] = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         flags = field.metadata.get("flags")

@@ -22,14 +22,16 @@ from cpmcu.errors import sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.serving.config import ServerConfig
 from cpmcu.shipped import chat_model
+from cpmcu.startup import add_startup_flags, prepare
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     """Runs the server until SIGTERM or Ctrl-C; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
+    file = prepare(arguments, _prog(verb))
     parser = make_parser(verb)
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments, file=file)
     try:
         parsed.model = named_model(parsed) or chat_model()
         config = from_flags(ServerConfig, parsed)
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
 def make_parser(verb: str | None = None) -> FlagParser:
     """The parser of all flags."""
     parser = FlagParser(
-        prog=f"cpmcu {verb}" if verb else "cpmcu.server",
+        prog=_prog(verb),
         usage=None if verb else "python -m cpmcu.server [flags]",
         words=MODEL_WORD if verb else None,
         description="Serves a language model over OpenAI's and Anthropic's HTTP interfaces.",
@@ -56,8 +58,13 @@ def make_parser(verb: str | None = None) -> FlagParser:
     )
     add_flags(parser, ServerConfig, "server")
     add_engine_flags(parser)
+    add_startup_flags(parser)
     parser.briefs["max_num_seqs"] = "most concurrent sequences (default: 8)"
     return parser
+
+
+def _prog(verb: str | None) -> str:
+    return f"cpmcu {verb}" if verb else "cpmcu.server"
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -18,8 +18,8 @@ ORDER = [
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.gguf loading.hub loading.index loading.model_files "
     "loading.progress loading.safetensors loading.tensors loading.torch_files",
-    "cli_options engine_flags listing prompt result_json sampling template_sandbox token_length "
-    "token_text tokenizer ui",
+    "cli_options engine_flags listing prompt result_json sampling startup template_sandbox "
+    "token_length token_text tokenizer ui",
     "chat_template",
     "models",
     "quant",
