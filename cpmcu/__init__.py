@@ -44,7 +44,17 @@ __all__ = [
     "SpeculativeConfig",
     "StreamChunk",
     "__version__",
+    "get_include",
 ]
+
+
+def get_include() -> str:
+    """Returns the folder of the C++ headers that a plugin includes."""
+    from pathlib import Path
+
+    package = Path(__file__).resolve().parent
+    installed = package / "include"
+    return str(installed if installed.is_dir() else package.parent / "csrc")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 SLOW = (
     "test_bench",
     "test_extension_points",
+    "test_packages",
     "test_quantize_recipe",
     "test_synthetic_acceptance",
     "test_terminal",
