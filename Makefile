@@ -72,11 +72,11 @@ demo: build  ## set up, build, and chat with a small model, with and without a d
 wheel: $(BASE)  ## wheels in dist/: the CPU engine and, with nvcc, CUDA for all architectures (hours)
 	$(SAY) "wheel with the CPU engine"
 	@rm -rf build/python
-	@CPMCU_WITH_CUDA=0 CPMCU_LOCAL_VERSION=cpu $(PY) setup.py --quiet bdist_wheel
+	@CPMCU_WITH_CUDA=0 CPMCU_LOCAL_VERSION=cpu $(PY) -W ignore setup.py --quiet bdist_wheel
 	$(SAY) "wheel with CUDA"
 	@cuda=$$(CPMCU_CUDA_ARCH=all $(PY) setup.py config | sed -nE 's/.*"nvcc": "([0-9]+)\.([0-9]+).*/cu\1\2/p'); \
 	 if [ -z "$$cuda" ]; then echo "not built: no nvcc"; exit 0; fi; \
-	 CPMCU_CUDA_ARCH=all CPMCU_LOCAL_VERSION=$$cuda $(PY) setup.py --quiet bdist_wheel
+	 CPMCU_CUDA_ARCH=all CPMCU_LOCAL_VERSION=$$cuda $(PY) -W ignore setup.py --quiet bdist_wheel
 	@ls -l dist/*.whl
 
 # ---- checks

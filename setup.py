@@ -257,8 +257,8 @@ def what_is_built(info, why_cpu, progress):
     if not progress.files:
         return f"cpmcu: {what}; everything is compiled"
     minutes = round(progress.work / progress.jobs / 60)
-    took = f"about {minutes} minutes" if minutes > 1 else "about a minute" if minutes else "seconds"
-    return f"cpmcu: compiling {what}: {progress.files} files, {took} on {progress.jobs} cores"
+    took = f"{round(minutes / 60)} hours" if minutes > 100 else f"{max(1, minutes)} min"
+    return f"cpmcu: compiling {what}: {progress.files} files, about {took} with -j {progress.jobs}"
 
 
 def ninja_command(file):
