@@ -89,11 +89,11 @@ def test_a_wheel_runs_without_compilers(unpacked, tmp_path):
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps")
-    run(*pip, wheel)
+    clean = {"PATH": str(venv / "bin"), "HOME": str(tmp_path)}
+    run(*pip, wheel, env=clean)
     # Other packages come from this environment; its own cpmcu is not among them.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(site, "others.pth").write_text(sysconfig.get_path("purelib"))
-    clean = {"PATH": str(venv / "bin"), "HOME": str(tmp_path)}
 
     folders = "import cpmcu; print(cpmcu.__file__, cpmcu.get_include())"
     package, headers = run(python, "-c", folders, cwd=tmp_path, env=clean).split()
