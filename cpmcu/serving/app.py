@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,9 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 import cpmcu
 from cpmcu.serving import routes
 from cpmcu.serving.auth import Authentication
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.connection import OneLength
 from cpmcu.serving.errors import add_handlers
 from cpmcu.serving.limits import BodyLimit
-from cpmcu.serving.paths import RootPath
+from cpmcu.serving.origins import Origins, is_loopback
+from cpmcu.serving.paths import Paths
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
@@ -55,14 +58,22 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["*"],  # OpenAI's client sends a dozen headers of its own
             expose_headers=["X-Request-Id", "X-Verify-Strategy"],
         )
+    app.add_middleware(Origins, hosts=_hosts(config, keys), origins=config.cors_origin)
     strategy = service.verify_strategy
     lossy = {"x-verify-strategy": f"{strategy}; lossy"} if is_lossy(strategy) else {}
     app.add_middleware(RequestLog, headers=lossy)
-    if config.root_path:
-        app.add_middleware(RootPath, root=config.root_path)
+    app.add_middleware(OneLength)
+    app.add_middleware(Paths, root=config.root_path)
     keyless = public if keys else None
     app.openapi = lambda: _openapi(app, keyless, config.root_path)  # type: ignore[method-assign]
     return app
+
+
+def _hosts(config: ServerConfig, keys: Collection[str]) -> Sequence[str] | None:
+    """The names that Host may have; None: any. A page cannot know a key, so keys suffice."""
+    if config.allowed_hosts:
+        return config.allowed_hosts
+    return () if is_loopback(config.host) and not keys and not config.uds else None
 
 
 def _openapi(app: FastAPI, public: Collection[str] | None, root_path: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cpmcu.serving.tool_parsers.registry import find_tool_format
 logger = logging.getLogger(__name__)
 
 LOG_FORMATS = ("text", "json")
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+"  # applications have schemes of their own
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -34,6 +35,9 @@ class ServerConfig:
     port: int = option(
         8000, "port to listen on; 0: a free port, which is logged", brief="port (default: 8000)"
     )
+    uds: str | None = option(
+        None, "Unix domain socket to listen on, in place of host and port", metavar="PATH"
+    )
     served_model_name: Sequence[str] = option(
         (),
         "model name that clients send (default: last part of the model's path); repeatable",
@@ -47,6 +51,12 @@ class ServerConfig:
     )
     cors_origin: Sequence[str] = option(
         (), "web origin whose pages may call the server, or *; repeatable", metavar="ORIGIN"
+    )
+    allowed_hosts: Sequence[str] = option(
+        (),
+        "name by which clients reach the server (their Host header), or *; repeatable (default: any"
+        " name; on a loopback address without a key: names of the machine itself)",
+        metavar="NAME",
     )
     chat_template: str | None = option(
         None,
@@ -119,6 +129,7 @@ class ServerConfig:
         check_filled(
             "host", self.host, "an address such as 127.0.0.1, or 0.0.0.0 for every interface"
         )
+        check_filled("uds", self.uds, "the path of a socket")
         check_filled("chat_template", self.chat_template, "a file")
         for name in self.served_model_name:
             check_filled("served_model_name", name, "a name")
@@ -140,7 +151,7 @@ class ServerConfig:
                 f"root_path is {self.root_path!r}, but must begin with / and not end with one"
             )
         for origin in self.cors_origin:
-            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):
                 raise ValueError(
                     f"cors_origin is {origin!r}, but must be * or like https://example.org"
                 )

@@ -7,6 +7,7 @@ import json
 import logging
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from cpmcu.serving.errors import error_body
@@ -77,6 +78,30 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
             self.transport.close()
 
     return Protocol
+
+
+class OneLength:
+    """ASGI middleware: closes the connection behind a request that states its length twice.
+
+    A proxy may have read Content-Length where this server reads Transfer-Encoding, so what follows
+    may not be a request (RFC 9112, section 6.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        names = {name for name, _ in scope.get("headers", ())}
+
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", []), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        twice = {b"transfer-encoding", b"content-length"} <= names
+        await self._app(scope, receive, closing if twice else send)
 
 
 def _late_headers(seconds: float) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import ipaddress
 import logging
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 from cpmcu.config import EngineConfig
 from cpmcu.errors import sentence
@@ -37,8 +39,8 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
     keys = config.keys()  # a file that cannot be read ends the program before anything else
-    listener = listen(config.host, config.port)
-    if not keys:
+    listener = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)
+    if not keys and not config.uds:
         warn_if_open(listener)
     gc.disable()  # imports leave little garbage, and collections would take 0.1 s of the start
     loading: Future[Model] = Future()
@@ -120,6 +122,27 @@ _TRY = (
     "/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
 )
+
+
+def listen_on_path(path: str) -> socket.socket:
+    """Returns a listening Unix domain socket and logs it. Raises OSError if listening fails.
+
+    A socket that a server left behind is replaced; any other file stays.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            if listener.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {path}: {error.strerror or error}") from error
+    logger.info("listening on the Unix domain socket %s", path)
+    logger.info("to try: curl --unix-socket %s http://localhost%s", path, _TRY)
+    return listener
 
 
 def listen(host: str, port: int) -> socket.socket:

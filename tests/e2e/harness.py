@@ -106,9 +106,9 @@ def start(*flags: str, ready: bool = True, environment: Mapping[str, str] = {}) 
 def _port(process: subprocess.Popen[bytes], log_path: Path) -> int:
     for _ in range(3000):
         text = log_path.read_text("utf-8", "replace")
-        found = re.search(r"listening on http://[\d.]+:(\d+)", text)
+        found = re.search(r"listening on (?:http://[\d.]+:(\d+)|the Unix)", text)
         if found:
-            return int(found[1])
+            return int(found[1] or 0)  # 0: a Unix domain socket
         assert process.poll() is None, f"the server ended: {text}"
         time.sleep(0.02)
     raise AssertionError(f"the server does not listen: {text}")

@@ -18,8 +18,8 @@ from cpmcu.serving.http_server import Server, make_server
 from cpmcu.serving.service import Service
 
 BODY = b'{"prompt": "x"}'
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @contextlib.contextmanager
@@ -138,7 +138,9 @@ def test_an_unread_body_does_not_hold_the_connection(impatient):
     """The answer precedes the body, whose sender continues slowly."""
     begin = time.monotonic()
     with connect(impatient) as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        connection.sendall(
+            b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        )
         assert read_reply(connection)[0].startswith(b"HTTP/1.1 404")
         with contextlib.suppress(ConnectionError):
             while time.monotonic() - begin < 20:

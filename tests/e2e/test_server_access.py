@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import httpx
 import pytest
 
+from cpmcu.serving.runtime import listen_on_path
 from tests.e2e.calls import CHAT, HELLO, error_of
+from tests.e2e.harness import start
 
 
 def test_keys(limited):
@@ -69,6 +72,94 @@ def test_no_origins_by_default(server):
 def test_a_body_is_not_read_without_a_key(limited):
     """The server answers before the body arrives."""
     with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+
+
+def test_pages_of_other_sites_change_nothing(server, limited):
+    asked = {"Origin": "https://evil.example"}
+    reply = server.post("/reset_prefix_cache", {}, **asked)
+    assert reply.status_code == 403
+    assert "--cors-origin" in reply.json()["error"]["message"]
+    reply = server.post("/v1/messages", {}, **asked)
+    assert reply.status_code == 403 and reply.json()["type"] == "error"
+    own = {"Origin": server.url}
+    assert server.post("/reset_prefix_cache", {}, **own).status_code == 200
+    behind_tls = {"Origin": "https://me.example", "X-Forwarded-Host": "me.example"}
+    assert server.post("/reset_prefix_cache", {}, **behind_tls).status_code == 200
+    same = {"Origin": "https://me.example", "Sec-Fetch-Site": "same-origin"}
+    assert server.post("/reset_prefix_cache", {}, **same).status_code == 200
+    assert server.get("/v1/models", **asked).status_code == 200
+    allowed = {"Origin": "https://example.org", "Authorization": "Bearer first"}
+    assert limited.post("/reset_prefix_cache", {}, **allowed).status_code == 200
+    other = {**allowed, "Origin": "https://evil.example"}
+    assert limited.post("/reset_prefix_cache", {}, **other).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
+def test_names_that_lead_to_this_machine(server, host):
+    """DNS rebinding: a page of this site would read the answers."""
+    reply = server.get("/v1/models", Host=host)
+    assert reply.status_code == 403
+    assert "--allowed-hosts" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "[::1]:80", "a.localhost"])
+def test_names_of_this_machine(server, limited, host):
+    assert server.get("/v1/models", Host=host).status_code == 200
+    assert limited.get("/health", Host="any.example").status_code == 200  # it needs a key
+
+
+def test_a_socket_instead_of_a_port(tmp_path):
+    path = tmp_path / "cpmcu.sock"
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()
+    with start("--uds", str(path), ready=False):
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://any.example", timeout=60) as client:
+            while client.get("/health").status_code != 200:
+                time.sleep(0.05)
+            body = {"prompt": "a", "max_tokens": 2}
+            assert client.post("/completions", json=body).json()["usage"]["completion_tokens"] == 2
+        with pytest.raises(OSError, match="Address already in use"):
+            listen_on_path(str(path))
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="cannot listen on"):
+        listen_on_path(str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def raw(port: int, request: str) -> str:
+    """Sends bytes as they are; returns everything up to the end of the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(request.encode())
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    return received.decode()
+
+
+def test_a_target_with_a_host(server):
+    request = f"GET {server.url}/version?a=1 HTTP/1.1\r\nHost: other\r\nConnection: close\r\n\r\n"
+    assert raw(server.port, request).startswith("HTTP/1.1 200")
+    request = request.replace(server.url, "http://evil.example")
+    assert raw(server.port, request).startswith("HTTP/1.1 403")
+
+
+def test_a_body_with_two_lengths_ends_the_connection(server):
+    request = (
+        "POST /reset_prefix_cache HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    )
+    smuggled = "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answered = raw(server.port, request + smuggled)
+    assert answered.startswith("HTTP/1.1 200") and answered.count("HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/models"])
+def test_paths_without_v1(server, path):
+    found, known = (server.get(f"{prefix}{path}") for prefix in ("", "/v1"))
+    assert found.status_code == known.status_code != 404
+    assert server.get("/modelsx").status_code == 404

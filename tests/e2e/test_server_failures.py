@@ -27,7 +27,7 @@ def test_an_engine_that_is_broken(monkeypatch):
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             runner = service.model.llm._runner
             monkeypatch.setattr(runner, "_launch", fail)
             monkeypatch.setattr(runner._scheduler, "release", fail)
@@ -65,7 +65,7 @@ def test_a_step_that_fails(monkeypatch, caplog, stream):
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"prompt": "x = 1\n", "max_tokens": 50, "ignore_eos": True, "stream": stream}
             reply = await client.post("/v1/completions", json=body)
             assert "secret" not in reply.text
@@ -108,7 +108,7 @@ def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True}
             error_of(await client.post("/v1/completions", json=body), 500)
 
@@ -133,7 +133,7 @@ def test_internal_errors_have_no_details(monkeypatch):
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get("/metrics")
 
     reply = asyncio.run(run())

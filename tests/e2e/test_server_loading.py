@@ -66,7 +66,7 @@ def test_loading(tmp_path):
     async def run() -> None:
         service = Service(EngineConfig(device="cpu"), ServerConfig())
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             reply = await client.get("/health")
             assert reply.status_code == 503
             assert reply.json() == {"status": "loading", "model_loaded": False}

@@ -14,6 +14,7 @@ DOCS = ROOT / "docs"
 MOST_LINES_OF_THE_README = 150
 MOST_WORDS = {
     "docs/server.md": 2500,
+    "docs/server_flags.md": 1000,
     "docs/responses.md": 1300,
     "docs/benchmarks.md": 2500,
     "docs/speculation.md": 2000,

@@ -142,7 +142,7 @@ def test_invalid_configurations_are_refused(field, value, message):
 
 def test_the_document_names_everything():
     """The documents have every endpoint, field (taken or refused), limit, metric and flag."""
-    names = ("server.md", "responses.md", "prefix_cache.md")
+    names = ("server.md", "server_flags.md", "responses.md", "prefix_cache.md")
     text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
@@ -276,7 +276,7 @@ def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
 
     async def run() -> list[int]:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [
                 (await client.get(path)).status_code for path in ("/open", "/closed", "/health")
             ]
@@ -292,7 +292,7 @@ def test_a_lossy_verify_strategy_is_named():
         config = EngineConfig(device="cpu", speculative_config=SpeculativeConfig(**fields))
         service = Service(config, ServerConfig())
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             reply, metrics = await client.get("/version"), await client.get("/metrics")
         (line,) = (line for line in metrics.text.splitlines() if info in line)
         return reply.headers.get("x-verify-strategy"), line
