@@ -1,13 +1,21 @@
-"""Shared by all tests. Without a GPU, GPU tests are skipped."""
+"""Shared by all tests. Without a GPU, GPU tests are skipped.
+
+With CPMCU_REQUIRE_ALL=1, a missing package or program fails the tests that need it.
+"""
 
 from __future__ import annotations
 
 import hypothesis
 import pytest
 
+from tests.missing import REQUIRE_ALL, require
+
 # The time of an example depends on the machine and its load.
 hypothesis.settings.register_profile("cpmcu", deadline=None)
 hypothesis.settings.load_profile("cpmcu")
+
+if REQUIRE_ALL:
+    pytest.importorskip = require
 
 
 def _no_gpu() -> str | None:

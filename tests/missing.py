@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,6 +18,17 @@ def missing(what: str) -> NoReturn:
     if REQUIRE_ALL:
         pytest.fail(f"CPMCU_REQUIRE_ALL=1, but {what}", pytrace=False)
     pytest.skip(what, allow_module_level=True)
+
+
+_importorskip = pytest.importorskip
+
+
+def require(modname: str, *arguments: Any, **options: Any) -> Any:
+    """pytest.importorskip, but a missing module is a failure."""
+    try:
+        return _importorskip(modname, *arguments, **options)
+    except pytest.skip.Exception as error:
+        missing(str(error))
 
 
 def skip_unless(found: object, what: str) -> pytest.MarkDecorator:

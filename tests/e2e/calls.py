@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.e2e.harness import Server
+from tests.missing import REQUIRE_ALL, missing
 
 FIRST = {"Authorization": "Bearer first"}
 
@@ -59,25 +59,27 @@ INSTALLED = {
     "openai": "6.49.0",
     "zod": "4.6.7",
 }
+if REQUIRE_ALL:
+    INSTALLED["@openai/codex"] = "0.171.0"  # 424 MB
 _FOLDER = Path(__file__).parents[2] / "build" / "node"
 
 
 def node_modules(*packages: str) -> str:
-    """Returns a folder of npm's packages; skips the test if some of these are missing.
+    """Returns a folder of npm's packages; skips the test if one of `packages` is missing.
 
     INSTALLED is installed into build/node once. Without a package index the test is skipped.
     """
     names = " ".join(packages)
     if not shutil.which("node") or not shutil.which("npm"):
-        pytest.skip(f"needs node and npm, and of npm {names}")
+        missing(f"this needs node and npm, and of npm {names}")
     done = subprocess.run(["npm", "root", "-g"], capture_output=True, text=True)
     for place in (os.environ.get("NODE_PATH", ""), done.stdout.strip()):
         if place and all((Path(place) / package).is_dir() for package in packages):
             return place
     if not set(packages) <= set(INSTALLED):
-        pytest.skip(f"node has not the packages {names}: npm install -g {names}, or set NODE_PATH")
+        missing(f"node has not the packages {names}: npm install -g {names}, or set NODE_PATH")
     if error := _install():
-        pytest.skip(f"npm cannot install {names}: {error}")
+        missing(f"npm cannot install {names}: {error}")
     return str(_FOLDER / "node_modules")
 
 
@@ -86,7 +88,8 @@ def _install() -> str:
     _FOLDER.mkdir(parents=True, exist_ok=True)
     wanted = [f"{name}@{version}" for name, version in INSTALLED.items()]
     command = ["npm", "install", "--prefix", str(_FOLDER), "--no-audit", "--no-fund", *wanted]
-    command += ["--no-save", "--ignore-scripts", "--fetch-retries=0", "--fetch-timeout=20000"]
+    command += ["--no-save", "--ignore-scripts", f"--fetch-retries={3 if REQUIRE_ALL else 0}"]
+    command += ["--fetch-timeout=20000"]
     result = _FOLDER / "installed"  # what is installed, or why it is not
     with (_FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the tests of other workers wait
@@ -96,10 +99,10 @@ def _install() -> str:
         if known.startswith("error: ") and time.time() - result.stat().st_mtime < 600:
             return known
         try:
-            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
             result.write_text(" ".join(wanted))
         except subprocess.TimeoutExpired:
-            result.write_text("error: it takes more than 120 s")
+            result.write_text("error: it takes more than 240 s")
         except subprocess.CalledProcessError as error:
             lines = error.stderr.strip().splitlines() or ["no message"]
             result.write_text(f"error: {lines[0]}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Server, start, write_scripted
+from tests.missing import missing
 
 SCRIPTS = {
     "story": "Es war 🙂 einmal: 你好，世界！ 👩‍👩‍👧 naïve café. Ende",
@@ -78,7 +79,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     browser = next(filter(None, map(shutil.which, names)), None)
     tool = shutil.which("chromedriver")
     if browser is None or tool is None:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+        missing("this needs Chromium and its driver: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):

@@ -16,6 +16,7 @@ import pytest
 
 from cpmcu import LLM, SamplingParams
 from tests.e2e.harness import ROOT
+from tests.missing import missing
 from tests.reference.engines import prompt_logits
 
 PROMPT = "def fibonacci(n):\n"
@@ -393,7 +394,7 @@ def test_the_programs_of_the_documents(server, name):
     assert len(done.stdout.splitlines()) > 2
     assert ("mean_acceptance_length" in done.stdout) == ("speculative_decoding" in program)
     if shutil.which("curl") is None:
-        return
+        missing("curl is missing")
     lines = [line for line in text.splitlines() if line.startswith("curl ")]
     assert lines
     for line in lines:

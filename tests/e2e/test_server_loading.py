@@ -9,9 +9,9 @@ import shutil
 import subprocess
 
 import httpx
-import pytest
 
 from tests.e2e.calls import CHAT, HELLO, error_of, run_server
+from tests.missing import skip_unless
 from tests.python_path import python_path
 
 
@@ -23,7 +23,7 @@ def test_the_socket_opens_before_the_model_is_loaded(server):
     assert "draft eagle, " in ready and ready.endswith(" GB")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
+@skip_unless(shutil.which("curl"), "curl is missing")
 def test_the_log_names_a_command_to_try(server):
     (line,) = [line for line in server.log.splitlines() if "to try: " in line]
     command = shlex.split(line.partition("to try: ")[2])

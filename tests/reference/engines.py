@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from cpmcu import _extension
 from cpmcu.config import EngineConfig
 from cpmcu.loading.loader import LoadedModel, load_model
+from tests.missing import missing
 
 
 def extension_or_skip() -> Any:
@@ -20,7 +20,7 @@ def extension_or_skip() -> Any:
     try:
         return _extension.load()
     except ImportError as error:
-        pytest.skip(str(error), allow_module_level=True)
+        missing(str(error))
 
 
 def load_tiny(directory: Path, **config: Any) -> LoadedModel:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.missing import missing
 from tests.reference.tiny_checkpoints import write_safetensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +28,7 @@ def load_plugin(name: str, folder: Path) -> None:
     """Compiles tests/plugins/<name>.cpp and loads it."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        missing("no C++ compiler was found")
     library = folder / f"{name}.so"
     source = ROOT / "tests" / "plugins" / f"{name}.cpp"
     command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]

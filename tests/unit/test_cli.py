@@ -15,6 +15,7 @@ from cpmcu import cli
 from cpmcu.shipped import shipped_model
 from cpmcu.ui.progress import LoadProgressBar
 from cpmcu.ui.tables import plain_table
+from tests.missing import skip_unless
 from tests.python_path import python_path
 
 
@@ -38,9 +39,7 @@ def can_generate() -> bool:
     return shipped_model().is_dir()
 
 
-needs_engine = pytest.mark.skipif(
-    not can_generate(), reason="the extension or the shipped model is missing"
-)
+needs_engine = skip_unless(can_generate(), "the extension or the shipped model is missing")
 
 
 @pytest.mark.parametrize(

