@@ -94,6 +94,8 @@ def test_lines_and_settings(driver, scripted):
     assert page.prompt() == f"a\nb{cue('call')}"
     assert page.find("#prompt").size["height"] > low
     values = {"temperature": "0", "top_p": "0.5", "top_k": "7", "seed": "11", "max_tokens": "3"}
+    values |= {"min_p": "0.1", "presence_penalty": "-0.5", "frequency_penalty": "0.25"}
+    values["repetition_penalty"] = "1.5"
     page.set(system="Be brief.\n", **values)
     page.type("\n")
     page.answered(1)
@@ -123,7 +125,8 @@ def test_an_empty_setting_is_left_to_the_server(driver, scripted):
     page.ready()
     page.type(cue("story") + "\n")
     page.answered(1)
-    names = {"temperature", "top_p", "top_k", "seed", "max_tokens", "chat_template_kwargs"}
+    names = {"temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "chat_template_kwargs"}
+    names |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert not names & page.asked()[0].keys()
     assert [message["role"] for message in page.asked()[0]["messages"]] == ["user"]
 
@@ -226,6 +229,7 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
     assert page.find("#notice").get_attribute("role") == "alert"
     assert page.prompt() == words
     assert not page.texts(".turn")
+    assert not page.texts("#list .chat")
     # The text typed meanwhile is kept too.
     page.run("window.fetch = () => new Promise((done, fail) => { window.fail = fail; })")
     page.find("#send").click()
@@ -276,6 +280,8 @@ def test_a_model_without_chat_template_completes(driver, plain):
     page = Page(driver, plain)
     page.ready()
     assert page.find("#hint").text.startswith("Write the beginning of a text")
+    assert page.find("#prompt").get_attribute("placeholder") == "Text to complete"
+    assert not page.find("#attach").is_displayed()
     assert not page.find("#modes").is_displayed()
     page.type(f"x\n{cue('go')}")  # Enter begins a line
     assert page.prompt() == f"x\n{cue('go')}"

@@ -183,9 +183,10 @@ def test_the_order_of_the_focus(driver, scripted):
         found.append(driver.switch_to.active_element.accessible_name)
     name = cue("think")
     assert found == [
-        "New conversation", name, f"Rename {name}", f"Delete {name}",
-        "Conversations", "Keyboard", "Settings", "Conversation",
-        "Copy", "Edit", "Thinking", "Copy", "Regenerate", "Edit", "Your message", "Send",
+        "New conversation", "Search the conversations", name, f"Rename {name}", f"Delete {name}",
+        "Conversations", "Export", "Keyboard", "Settings", "Conversation",
+        "Copy", "Edit", "Thinking", "Copy", "Regenerate", "Edit",
+        "Attach text files", "Your message", "Send",
     ]  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Answering {
   take({ choices: [choice], usage, metrics, prompt_progress: progress }) {
     const { turn } = this;
     if (progress) this.progress = `reading the prompt: ${progress.processed} of ${progress.total} tokens`;
-    if (usage?.completion_tokens) this.count(usage.completion_tokens);
+    if (usage?.completion_tokens) this.count(usage);
     if (metrics) {
       turn.numbers ??= {};
       turn.numbers.speed = metrics.timings.predicted_per_second || turn.numbers.speed;
@@ -66,7 +66,7 @@ class Answering {
     this.changed();
   }
 
-  count(tokens) {
+  count({ completion_tokens: tokens, prompt_tokens: before }) {
     const now = performance.now();
     this.came = true;
     this.first ??= { at: now, tokens };
@@ -75,6 +75,7 @@ class Answering {
       tokens: this.tokensBefore + tokens,
       speed: seconds > 0 ? (tokens - this.first.tokens) / seconds : 0,
       wait: this.first.at - this.started,
+      context: before + tokens,
     };
   }
 
@@ -89,18 +90,16 @@ function request(conversation, turn) {
   const body = {
     stream: true, return_metrics: true, return_progress: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
-    ...settings.sampling(conversation.mode),
+    ...sampling(conversation),
   };
   const path = conversation.path(conversation.turn(turn.parent));
   if (conversation.mode === "complete") {
     return ["v1/completions", { ...body, prompt: path.at(-1).text + turn.text }];
   }
   const messages = path.map(({ role, text }) => ({ role, content: text }));
-  const system = settings.values.system.trim();
-  if (system) messages.unshift({ role: "system", content: system });
-  if (settings.values.thinking) {
-    body.chat_template_kwargs = { enable_thinking: settings.values.thinking === "on" };
-  }
+  const { system, thinking } = settings.of(conversation);
+  if (system.trim()) messages.unshift({ role: "system", content: system.trim() });
+  if (thinking) body.chat_template_kwargs = { enable_thinking: thinking === "on" };
   if (turn.text) {
     messages.push({ role: "assistant", content: turn.text });
     Object.assign(body, { continue_final_message: true, add_generation_prompt: false });

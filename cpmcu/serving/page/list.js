@@ -3,16 +3,39 @@
 
 const narrow = matchMedia("(max-width: 52rem)");
 
-/** Rebuilds the list. `renaming`: the conversation whose title is being edited. */
+/** Rebuilds the list: the conversations found by the search, else all that have begun or were left as a
+ * draft. `renaming`: the conversation whose title is being edited. */
 function showList(renaming = null) {
   const focused = $("list").contains(document.activeElement);
   if (focused && !renaming && document.activeElement.matches("input")) return;
-  $("list").replaceChildren(...chats.sorted().map((chat) => listItem(chat, chat === renaming)));
-  $("no-chats").hidden = chats.all.size > 0;
+  const begun = chats.sorted().filter((chat) => chat.turns.length || chat.id !== current.id);
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = words.length ? begun.filter((chat) => hasWords(chat, words)) : begun;
+  $("list").replaceChildren(...found.map((chat) => listItem(chat, chat === renaming, words)));
+  $("search").hidden = !begun.length && !words.length;
+  $("no-chats").hidden = begun.length > 0;
+  $("none-found").hidden = !begun.length || found.length > 0;
   if (focused) ($("list").querySelector("[aria-current]") ?? $("new")).focus();
 }
 
-function listItem(chat, renaming) {
+const textsOf = (chat) => [chat.name, ...chat.turns.map(({ text }) => text)];
+
+/** True if each word occurs in a conversation. */
+function hasWords(chat, words) {
+  const texts = textsOf(chat).map((text) => text.toLowerCase());
+  return words.every((word) => texts.some((text) => text.includes(word)));
+}
+
+/** Returns the text around the first word that the title does not have, or "". */
+function excerpt(chat, words) {
+  const word = words.find((each) => !chat.name.toLowerCase().includes(each));
+  const text = word && textsOf(chat).find((each) => each.toLowerCase().includes(word));
+  if (!text) return "";
+  const at = Math.max(0, text.toLowerCase().indexOf(word) - 20);
+  return (at ? "…" : "") + text.slice(at, at + 80).replace(/\s+/g, " ");
+}
+
+function listItem(chat, renaming, words) {
   const item = make("li", chat === current ? { class: "current" } : {});
   if (renaming) {
     item.append(titleField(chat));
@@ -21,6 +44,8 @@ function listItem(chat, renaming) {
   const name = make("button", { type: "button", class: "chat", title: chat.name }, chat.name);
   if (chat === current) name.setAttribute("aria-current", "true");
   if (running.has(chat.id)) name.append(make("span", { class: "dot", role: "img", "aria-label": "is being answered" }));
+  const found = excerpt(chat, words);
+  if (found) name.append(make("span", { class: "excerpt" }, found));
   name.addEventListener("click", () => {
     openChat(chat);
     if (narrow.matches) showSide(false);
@@ -88,6 +113,20 @@ function showSide(open) {
   else $("show-side").focus();
 }
 
+/** Focuses the search field, in the opened list. */
+function toSearch() {
+  if (document.body.classList.contains("no-side")) showSide(true);
+  ($("search").hidden ? $("new") : $("search")).focus();
+  $("search").select();
+}
+
+$("search").addEventListener("input", perFrame(() => showList()));
+$("search").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !$("search").value) return;
+  event.stopPropagation();
+  $("search").value = "";
+  showList();
+});
 $("show-side").addEventListener("click", () => showSide(document.body.classList.contains("no-side")));
 for (const id of ["hide-side", "shade"]) $(id).addEventListener("click", () => showSide(false));
 $("side").addEventListener("keydown", (event) => { if (event.key === "Escape" && narrow.matches) showSide(false); });

@@ -1,7 +1,7 @@
 "use strict";
 // The whole page: connection, open conversation, actions, keyboard.
 
-const model = { name: "", chats: true, thinks: false };
+const model = { name: "", context: 0, chats: true, thinks: false };
 let current = null;   // the open conversation
 let views = [];       // views of its turns
 let draftTimer = 0;
@@ -32,7 +32,7 @@ async function connect() {
   if ($("notice").textContent === saidOfServer) tell("");
   $("model").textContent = document.title = model.name;
   $("thinking-field").hidden = !model.thinks;
-  if (!model.chats && current.isEmpty) current.mode = "complete";
+  if (!model.chats && !current.turns.length) current.mode = "complete";
   showChat();
   if (free) toPrompt();
 }
@@ -55,7 +55,7 @@ function askForKey() {
 function openChat(conversation) {
   keepDraft();
   current = conversation;
-  if (!model.chats && current.isEmpty) current.mode = "complete";
+  if (!model.chats && !current.turns.length) current.mode = "complete";
   session.set("cpmcu.current", current.id);
   for (const view of views.splice(0)) view.element.remove();
   tell("");
@@ -82,14 +82,19 @@ function showChat() {
   $("modes").hidden = !model.chats || !model.name;
   for (const button of $("modes").children) button.setAttribute("aria-pressed", String(button.value === current.mode));
   if (model.name && !connecting) {
-    $("hint").textContent = chat ? "Ask something." : "Write the beginning of a text; the model goes on.";
+    $("hint").textContent = chat ? "Write a message." : "Write the beginning of a text; the model goes on.";
   }
-  $("prompt").placeholder = chat ? "Message" : "Text to complete";
+  const noChat = chat && !model.chats;
+  $("prompt").placeholder = noChat ? "This model completes texts only" : chat ? "Message" : "Text to complete";
   $("prompt").classList.toggle("mono", !chat);
   $("prompt-label").textContent = chat ? "Your message" : "Text to complete";
   $("prompt").enterKeyHint = chat && !touch.matches ? "send" : "enter";
   $("keys-hint").textContent = chat
     ? "Enter sends, Shift+Enter starts a new line" : "Ctrl+Enter or ⌘+Enter sends, Enter starts a new line";
+  $("attach").hidden = !chat;
+  $("open-export").disabled = turns.length === 0;
+  showFiles();
+  showContext();
   showRunning();
 }
 
@@ -125,6 +130,7 @@ async function answer(conversation, turn) {
     const view = views.find((each) => each.turn === turn);
     const follows = atEnd();
     view?.update();
+    if (view) showContext();
     if (follows) toEnd();
     else $("to-end").hidden = false;
   });
@@ -175,11 +181,14 @@ async function askWith(conversation, parent, text) {
 async function send() {
   const conversation = current;
   const text = $("prompt").value;
-  if (running.has(conversation.id) || !text.trim()) return;
+  const { files } = conversation;
+  if (running.has(conversation.id) || !(text.trim() || files.length)) return;
   $("prompt").value = conversation.draft = "";
+  conversation.files = [];
   const parent = conversation.turn(conversation.leaf);
-  if (await askWith(conversation, parent, text)) return;
+  if (await askWith(conversation, parent, messageWith(text, files))) return;
   keepDraft();
+  conversation.files = [...files, ...conversation.files];
   conversation.draft = conversation.draft ? `${text}\n\n${conversation.draft}` : text;
   undo(conversation);
 }
@@ -228,6 +237,7 @@ function showBranch(turn) {
   current.show(turn);
   chats.save(current);
   showChat();
+  showList();  // the title may be another one
 }
 
 // ---- controls
@@ -290,6 +300,10 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     startNew();
   }
+  if (event.key.toLowerCase() === "k" && (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey) {
+    event.preventDefault();
+    toSearch();
+  }
   if (writing || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/") {
     event.preventDefault();
@@ -308,7 +322,7 @@ addEventListener("storage", ({ key, newValue }) => {
     for (const turn of found.turns) if (!mine.turn(turn.id)) mine.turns.push(turn);
     chats.all.set(mine.id, mine);
   } else if (found && found.id === current.id) {
-    found.draft = current.draft;
+    Object.assign(found, { draft: current.draft, files: current.files });
     current = found;
     showChat();
   } else if (!found && before === current && !running.has(current.id)) {

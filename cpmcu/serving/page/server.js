@@ -72,9 +72,9 @@ async function notReady() {
   return state ? `The server says: ${state}.` : "The server cannot be reached.";
 }
 
-/** Returns {name, chats, thinks} of the model. Throws Refusal. */
+/** Returns {name, context, chats, thinks} of the model. Throws Refusal. */
 async function describeModel() {
   const model = (await (await ask("v1/models")).json()).data[0];
   const template = (await (await ask("tokenizer_info")).json()).chat_template ?? "";
-  return { name: model.id, chats: Boolean(template), thinks: template.includes("enable_thinking") };
+  return { name: model.id, context: model.max_model_len, chats: Boolean(template), thinks: template.includes("enable_thinking") };
 }

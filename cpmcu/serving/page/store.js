@@ -30,12 +30,18 @@ function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 }
 
+const isText = (value) => typeof value === "string";
+
 /** A tree of turns, of which the path to one leaf is shown. Editing and regenerating add branches.
  *
- * A turn: {id, parent, role, text}; an answer also has thought, end, problem, model and numbers. */
+ * A turn: {id, parent, role, text}; an answer also has thought, end, problem, model and numbers.
+ * files: those attached to the draft, {name, text}. settings: its own ones, null for the common ones. */
 class Conversation {
-  constructor({ id = newId(), mode = "chat", title = "", updated = Date.now(), turns = [], leaf = null, draft = "" } = {}) {
-    Object.assign(this, { id, mode, title, updated, turns, leaf, draft });
+  constructor({
+    id = newId(), mode = "chat", title = "", updated = Date.now(), turns = [], leaf = null, draft = "", files = [],
+    settings = null,
+  } = {}) {
+    Object.assign(this, { id, mode, title, updated, turns, leaf, draft, files, settings });
   }
 
   /** Parses a stored conversation; null if the text is not one. */
@@ -44,19 +50,23 @@ class Conversation {
     try { data = JSON.parse(text); } catch { /* not ours */ }
     const before = new Set([null]);  // a turn follows its parent
     const isTurn = (turn) => {
-      if (typeof turn?.id !== "string" || typeof turn.text !== "string" || !before.has(turn.parent)) return false;
+      if (!isText(turn?.id) || !isText(turn.text) || !before.has(turn.parent)) return false;
       return before.add(turn.id);
     };
-    const whole = [data?.id, data?.title, data?.draft].every((each) => typeof each === "string")
+    const whole = [data?.id, data?.title, data?.draft].every(isText)
       && Array.isArray(data.turns) && data.turns.every(isTurn);
-    return whole ? new Conversation(data) : null;
+    if (!whole) return null;
+    const files = Array.isArray(data.files) ? data.files.filter((file) => isText(file?.name) && isText(file.text)) : [];
+    const own = data.settings && typeof data.settings === "object" ? Object.entries(data.settings) : null;
+    const settings = own && Object.fromEntries(own.filter(([, value]) => isText(value)));
+    return new Conversation({ ...data, files, settings });
   }
 
-  get isEmpty() { return !this.turns.length && !this.draft; }
+  get isEmpty() { return !this.turns.length && !this.draft && !this.files.length && !this.settings; }
 
-  /** The title given by the user, else the beginning of the conversation. */
+  /** The title given by the user, else the beginning of the branch that is shown. */
   get name() {
-    const begin = (this.turns[0]?.text || this.draft).trim().split("\n", 1)[0];
+    const begin = (this.path()[0]?.text || this.draft || this.files[0]?.name || "").trim().split("\n", 1)[0];
     return this.title || begin.slice(0, 80) || "New conversation";
   }
 
@@ -64,9 +74,10 @@ class Conversation {
 
   /** Returns the turns from the first one to the leaf, or to the given turn. */
   path(end = this.turn(this.leaf)) {
+    const turns = new Map(this.turns.map((turn) => [turn.id, turn]));
     const found = [];
-    for (let turn = end; turn && !found.includes(turn); turn = this.turn(turn.parent)) found.unshift(turn);
-    return found;
+    for (let turn = end; turn; turn = turns.get(turn.parent)) found.push(turn);
+    return found.reverse();
   }
 
   /** Returns the siblings of a turn, including the turn. */

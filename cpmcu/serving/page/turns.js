@@ -39,7 +39,7 @@ class TurnView {
   update() {
     const { turn } = this;
     if (this.markdown) this.markdown.show(turn.text);
-    else if (turn.role === "user") this.body.textContent = turn.text;
+    else if (turn.role === "user") this.showMessage();
     else this.body.lastChild.data = turn.text;
     if (turn.thought) this.showThought();
     const busy = Boolean(this.answering);
@@ -49,6 +49,13 @@ class TurnView {
     this.problem.hidden = !this.problem.textContent;
     this.numbers.textContent = turn.role === "user" ? "" : sentenceOf(turn, this.answering);
     this.showActions();
+  }
+
+  /** Shows the text of a message, with its attached files folded. */
+  showMessage() {
+    if (this.shown === this.turn.text) return;
+    this.shown = this.turn.text;
+    this.body.replaceChildren(...messageNodes(this.turn.text));
   }
 
   get isBlank() {
