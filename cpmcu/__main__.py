@@ -5,6 +5,7 @@
 | serve | python -m cpmcu.server |
 | bench | python -m cpmcu.bench |
 | convert | python -m cpmcu.convert |
+| completion | cpmcu.completion |
 | others | python -m cpmcu.cli |
 
 Exit status: 2 for an unknown verb, else the status of the program.
@@ -26,6 +27,7 @@ _VERBS = {
     "plan": "show the use of device memory",
     "env": "show versions, build and devices, for a bug report",
     "list": "show registered models, quantisation schemes and C++ parts",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 _EXAMPLES = (
     'cpmcu run "def fibonacci(n):"',
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def help_text() -> str:
     """Usage, verbs and examples."""
-    verbs = [f"  {verb:<10}{what}" for verb, what in _VERBS.items()]
+    verbs = [f"  {verb:<12}{what}" for verb, what in _VERBS.items()]
     examples = [f"  {example}" for example in _EXAMPLES]
     return "\n".join(
         [
@@ -117,6 +119,10 @@ def _run(verb: str, arguments: list[str]) -> int:
         from cpmcu.convert import __main__ as convert
 
         return convert.main(arguments, verb)
+    if verb == "completion":
+        from cpmcu import completion
+
+        return _show(completion.script(arguments, _VERBS))
     from cpmcu import cli
 
     return cli.main(arguments, verb)

@@ -24,7 +24,7 @@ from tests.unit.test_cli import needs_engine
 from tests.unit.test_import_time import HEAVY
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("run", "chat", "serve", "bench", "convert", "plan", "env", "list")
+VERBS = ("run", "chat", "serve", "bench", "convert", "plan", "env", "list", "completion")
 FORMS = [
     *(("cpmcu", verb) for verb in VERBS),
     *((f"cpmcu.{name}",) for name in ("cli", "server", "bench", "convert")),
@@ -164,6 +164,7 @@ def test_help_of_a_verb_by_name(printed):
         (["bench", "m", "--model", "x"], "MODEL is 'm', but --model-path is given too"),
         (["convert", "x"], "CONVERSION: invalid choice: 'x'"),
         (["env", "x"], "cpmcu env: unexpected argument 'x'"),
+        (["completion", "csh"], "cpmcu completion: shell: invalid choice: 'csh'"),
         (["run", "--num-generat", "3"], "unknown flag '--num-generat'; did you mean --num-gen"),
     ],
 )

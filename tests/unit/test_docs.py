@@ -16,6 +16,7 @@ import pytest
 
 from cpmcu.bench import make_parser as bench_parser
 from cpmcu.cli import VERBS, make_parser
+from cpmcu.completion import make_parser as completion_parser
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.server import make_parser as make_server_parser
 from scripts.synthetic.__main__ import make_parser as synthetic_parser
@@ -91,6 +92,7 @@ PARSERS = {
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
     "scripts.synthetic": synthetic_parser,
+    "cpmcu completion": completion_parser,
     "cpmcu bench": functools.partial(bench_parser, "bench"),
     "cpmcu convert": functools.partial(convert_parser, "convert"),
     "cpmcu serve": functools.partial(make_server_parser, "serve"),
@@ -115,7 +117,7 @@ def commands(document: Path) -> list[list[str]]:
 def _words(text: str) -> list[str]:
     """The words of a command, without redirections and other shell syntax."""
     words = shlex.split(text, comments=True)
-    return words[: words.index("<")] if "<" in words else words
+    return words[: next((i for i, word in enumerate(words) if word in "<>"), None)]
 
 
 @every_document

@@ -30,7 +30,7 @@ ORDER = [
     "llm llm_arguments engine.prefix.make",
     "answering batch benchmarks chat serving",
     "bench cli server",
-    "__main__",
+    "__main__ completion",
 ]
 LINES = {name: line for line, names in enumerate(ORDER) for name in names.split()}
 
