@@ -28,7 +28,7 @@ from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompts
 from cpmcu.sampling import SamplingParams
-from cpmcu.shipped import chat_model, shipped
+from cpmcu.shipped import chat_model, shipped, shipped_model
 from cpmcu.startup import add_startup_flags, prepare
 from cpmcu.ui.display import Display
 
@@ -191,8 +191,7 @@ def _run(
         display.table(("kind", "name", "file"), registered())
         return 0
     if options.memory_plan:
-        with _load(display, config) as llm:
-            _show_plan(display, llm, full=options.full)
+        _show_plan(display, config, full=options.full)
         return 0
     if sys.stdin is None and (options.chat or options.prompt_file == "-"):
         raise OSError("stdin is closed, but the input comes from there")
@@ -348,11 +347,16 @@ def _system_turn(options: CliOptions) -> list[dict[str, str]]:
     return [{"role": "system", "content": options.system_prompt}]
 
 
-def _show_plan(display: Display, llm: LLM, *, full: bool) -> None:
+def _show_plan(display: Display, config: EngineConfig, *, full: bool) -> None:
+    from cpmcu import C  # loads the engine
+    from cpmcu.loading.loader import load_model
     from cpmcu.ui.plan import COLUMNS, plan_rows
 
-    display.table(COLUMNS, plan_rows(llm.memory_plan(), full=full))
-    display.note(f"a sequence can have {llm.max_length} tokens, prompt and output together")
+    model = str(shipped_model()) if config.model is None else config.model
+    engine = load_model(model, config=config, reads_weights=False).engine
+    display.table(COLUMNS, plan_rows(engine.memory_plan(), full=full))
+    length = min(engine.max_model_len, engine.num_pages * C.PAGE_SIZE)
+    display.note(f"a sequence can have {length} tokens, prompt and output together")
 
 
 if __name__ == "__main__":

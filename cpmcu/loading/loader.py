@@ -66,10 +66,12 @@ def load_model(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     before_tensors: Callable[[Path], None] = lambda directory: None,
+    reads_weights: bool = True,
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
     `before_tensors` is called with the directory after all checks and before weights are read.
+    Without `reads_weights`, the engine has its memory plan and no weights.
 
     Raises FileNotFoundError for a missing model or file, ValueError for a damaged or unsupported
     config or checkpoint, MemoryError if the model does not fit into memory, and RuntimeError if
@@ -179,9 +181,10 @@ def load_model(
                 log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
                 loads.append((part.plan.files.checkpoint, draft_plan, part.title))
         before_tensors(directory)
-        for each, its_plan, title in loads:
-            load_tensors(engine, each, its_plan, title, progress or LogProgress())
-        engine.finish_loading()
+        if reads_weights:
+            for each, its_plan, title in loads:
+                load_tensors(engine, each, its_plan, title, progress or LogProgress())
+            engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(engine.draft_shapes)

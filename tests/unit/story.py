@@ -72,7 +72,13 @@ class Stage:
         self.loaded = {"options": {"max_model_len": 200, **options}, "config": generation_config}
 
     def _load(
-        self, model: str, *, config: object, progress: Callable | None, before_tensors: Callable
+        self,
+        model: str,
+        *,
+        config: object,
+        progress: Callable | None = None,
+        before_tensors: Callable = lambda directory: None,
+        reads_weights: bool = True,
     ) -> SimpleNamespace:
         before_tensors(self.directory)
         engine = StoryEngine(**self.loaded["options"])

@@ -283,6 +283,17 @@ def test_memory_plan():
 
 
 @needs_engine
+def test_a_memory_plan_reads_no_weights(monkeypatch, capsys):
+    def read(*arguments: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("cpmcu.loading.loader.load_tensors", read)
+    assert cli.main(["--memory-plan", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert "total" in shown.out and "loading" not in shown.err
+
+
+@needs_engine
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m cpmcu.cli --device cpu --num-generate 300 --ignore-eos"
     result = subprocess.run(
