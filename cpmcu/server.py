@@ -57,6 +57,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
         epilog=FOOTER,
     )
     add_flags(parser, ServerConfig, "server")
+    parser.hide("max_body_values", "header_timeout", "ping_interval")
     add_engine_flags(parser)
     add_startup_flags(parser)
     parser.briefs["max_num_seqs"] = "most concurrent sequences (default: 8)"
