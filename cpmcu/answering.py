@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -35,14 +36,20 @@ def show_answer(
     progress = display.prefill_progress()
     text = ""
     result = None
+    begun = False
+    progress.begin(len(ids))
     try:
-        for chunk in llm.stream(ids, params, on_prefill=progress):
-            text += chunk.text
-            result = chunk.result
-            if stream:
-                display.text(chunk.text)
+        with contextlib.closing(llm.stream(ids, params, on_prefill=progress)) as chunks:
+            for chunk in chunks:
+                begun = True
+                text += chunk.text
+                result = chunk.result
+                if stream:
+                    display.text(chunk.text)
     except KeyboardInterrupt:
-        pass
+        progress.finish()
+        if not begun:
+            wait_for_pass(display, llm)
     finally:
         progress.finish()
     display.text(("" if stream else text) + ("" if text.endswith("\n") else "\n"))
@@ -53,3 +60,10 @@ def show_answer(
         display.logprobs(result)
     display.summary(result, full=full_statistics, sampled=params.temperature != 0)
     return Answer(text, result)
+
+
+def wait_for_pass(display: Display, llm: LLM) -> None:
+    """After Ctrl-C: says that the running pass cannot be stopped, and waits for its end."""
+    display.note("stopping after this pass")
+    with contextlib.suppress(RuntimeError):  # the engine has failed
+        llm.call_engine(lambda engine: None)

@@ -34,6 +34,7 @@ from typing import Any
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.drafters import drafters_table, run_drafters
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
+from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
 from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE, TreeOptions
@@ -134,7 +135,7 @@ def describe_device(device: str, index: int) -> str:
     return f"{info['name']}, CUDA driver {version // 1000}.{version % 1000 // 10}"
 
 
-def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
+def run(config: EngineConfig, options: BenchOptions, progress: BenchProgress) -> dict[str, Any]:
     """Runs the benchmark. Returns a JSON object; the suffix of a key is its unit."""
     from cpmcu import C
     from cpmcu.loading.loader import choose_device
@@ -149,21 +150,22 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
     }
     if options.drafters:
         return result | run_drafters(config, options.decode)
+    progress.note("measuring the device's bandwidth")
     ceilings = C.ceilings(device, config.device_index)
     result |= {
         "read_GB_per_s": ceilings["read_bytes_per_second"] / 1e9,
         "host_to_device_GB_per_s": ceilings["host_to_device_bytes_per_second"] / 1e9,
     }
     rate = ceilings["read_bytes_per_second"]
-    plain, rows = run_plain(config, options, rate)
+    plain, rows = run_plain(config, options, rate, progress)
     result |= plain
     if has_draft(config):
-        result["speculation"] = run_speculation(config, rows, options.decode)
+        result["speculation"] = run_speculation(config, rows, options.decode, progress)
     return result
 
 
 def run_plain(
-    config: EngineConfig, options: BenchOptions, rate: float
+    config: EngineConfig, options: BenchOptions, rate: float, progress: BenchProgress
 ) -> tuple[dict[str, Any], list[Row]]:
     """Loads the model without a draft, measures it and frees its memory.
 
@@ -176,6 +178,7 @@ def run_plain(
     loaded = load_model(
         str(shipped_model()) if config.model is None else config.model,
         config=dataclasses.replace(config, speculative_config=plain),
+        progress=progress.loading(),
     )
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
@@ -184,7 +187,7 @@ def run_plain(
     for context in options.lengths:
         fitting_steps(loaded.engine, context, options.decode, most_tokens)
     rows = [
-        plain_row(loaded.engine, loaded.spec, context, options.decode, rate)
+        plain_row(loaded.engine, loaded.spec, context, options.decode, rate, progress)
         for context in options.lengths
     ]
     result = {
@@ -298,7 +301,9 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
             result = needle.run_needle(config, options.lengths, options.needle_texts)
             text = needle.needle_table(result)
         else:
-            result = run(config, options)
+            progress = BenchProgress()
+            with progress.watched():
+                result = run(config, options, progress)
             text = table(result)
         _print((json.dumps(result, indent=2) if options.json else text) + "\n")
         if options.plot is not None:

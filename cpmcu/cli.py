@@ -265,7 +265,7 @@ def _complete(
     renders = _renders(display, llm, template)
     prompts = [_ids_of(llm, options, prompt, renders) for prompt in given or [default]]
     if options.json:
-        display.text(json.dumps(_results(llm, params, prompts), ensure_ascii=False) + "\n")
+        display.text(json.dumps(_results(display, llm, params, prompts), ensure_ascii=False) + "\n")
         return 0
     if not given and not renders:
         display.note(default.rstrip("\n"))
@@ -293,11 +293,18 @@ def _ids_of(llm: LLM, options: CliOptions, prompt: str, renders: bool) -> list[i
     return llm.tokenize_chat([*_system_turn(options), {"role": "user", "content": prompt}])
 
 
-def _results(llm: LLM, params: SamplingParams, prompts: list[list[int]]) -> dict[str, Any]:
+def _results(
+    display: Display, llm: LLM, params: SamplingParams, prompts: list[list[int]]
+) -> dict[str, Any]:
     """The object that --json prints."""
+    from cpmcu.answering import wait_for_pass
     from cpmcu.result_json import result_object
 
-    results = [result_object(result) for result in llm.generate(prompts, params)]
+    try:
+        results = [result_object(result) for result in llm.generate(prompts, params)]
+    except KeyboardInterrupt:
+        wait_for_pass(display, llm)
+        raise
     return results[0] if len(results) == 1 else {"results": results}
 
 

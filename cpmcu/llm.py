@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
@@ -178,7 +178,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         on_prefill: OnPrefill | None = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Completes a prompt, or answers a conversation, as an iterator of StreamChunks.
 
         Field `result` of the last chunk holds the whole RequestOutput. Closing the iterator early
@@ -386,7 +386,7 @@ class LLM:
         results: queue.SimpleQueue[StreamChunk | Exception],
         prompt: list[int],
         params: SamplingParams,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         for chunk, last in self._follow(requests, results):
             if chunk.logprobs:
                 chunk = dataclasses.replace(chunk, logprobs=self._with_texts(chunk.logprobs))

@@ -8,6 +8,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.benchmarks.progress import BenchProgress
+
 if TYPE_CHECKING:
     from cpmcu import C
 
@@ -134,10 +136,17 @@ def fitting_steps(engine: C.Engine, context: int, steps: int, tokens_per_step: i
     return min(steps, fitting)
 
 
-def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timing:
+def measure(
+    engine: C.Engine,
+    vocab_size: int,
+    context: int,
+    steps: int,
+    progress: BenchProgress | None = None,
+) -> Timing:
     """Prefills `context` tokens, then times `WINDOWS` windows of decode steps.
 
-    A window has `steps` steps, or fewer if the context is full.
+    A window has `steps` steps, or fewer if the context is full. Raises InterruptedError after a
+    Ctrl-C that `progress` has heard of.
     """
     from cpmcu import C
 
@@ -148,18 +157,22 @@ def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timi
     slot = engine.add_sequence(sampling, ids)
     engine.reserve(slot, total)
 
+    progress = progress or BenchProgress()
+
     def prefill() -> float:
         begin = time.perf_counter()
         for at in range(0, context, engine.chunk_length):
             part = ids[at : at + engine.chunk_length]
             engine.prefill([(slot, part, at + len(part) == context)])
             engine.collect()
+            progress.read(at + len(part), context)
         return time.perf_counter() - begin
 
     def collect() -> int:
         return sum(len(output.tokens) for output in engine.collect())
 
     def decode(count: int) -> tuple[float, int]:
+        progress.check()
         begin, tokens = time.perf_counter(), 0
         for _ in range(count):
             engine.decode([slot])
@@ -169,7 +182,9 @@ def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timi
             tokens += collect()
         return time.perf_counter() - begin, tokens
 
-    prefill()  # chooses algorithms, loads kernels
+    with progress.prefill(context):
+        prefill()  # chooses algorithms, loads kernels
+    progress.note(f"context {context}: timing prefill and {WINDOWS} windows of {steps} steps")
     engine.release(slot)
     slot = engine.add_sequence(sampling, ids)
     engine.reserve(slot, total)
@@ -184,9 +199,16 @@ def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timi
     )
 
 
-def plain_row(engine: C.Engine, spec: C.ModelSpec, context: int, steps: int, rate: float) -> Row:
+def plain_row(
+    engine: C.Engine,
+    spec: C.ModelSpec,
+    context: int,
+    steps: int,
+    rate: float,
+    progress: BenchProgress | None = None,
+) -> Row:
     """Measures plain decoding and its floor. `rate`: read bandwidth in bytes/s."""
-    timing = measure(engine, spec.vocab_size, context, steps)
+    timing = measure(engine, spec.vocab_size, context, steps, progress)
     floor_ms = step_bytes(engine, spec, timing.middle) / rate * 1e3
     return Row(
         context=context,

@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
+from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.hub import resolve_model
 from cpmcu.shipped import shipped_model
@@ -62,10 +63,10 @@ def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
     return accepted, output.timings.decode_tokens_per_s
 
 
-def speculative_row(llm: LLM, plain: Row, steps: int) -> SpeculativeRow:
+def speculative_row(llm: LLM, plain: Row, steps: int, progress: BenchProgress) -> SpeculativeRow:
     """Measures speculative steps alone, then one whole greedy request."""
     vocab_size, context = int(llm.spec.vocab_size), plain.context
-    timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps))
+    timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps, progress))
     stream(llm, context, 16)  # warm-up of the host side
     accepted, measured = stream(llm, context, 1 + WINDOWS * steps)
     expected = accepted / timing.step_ms * 1e3
@@ -102,17 +103,20 @@ def has_draft(config: EngineConfig) -> bool:
     return drafts_by_default(target)
 
 
-def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:
+def run_speculation(
+    config: EngineConfig, rows: list[Row], steps: int, progress: BenchProgress
+) -> dict[str, Any]:
     """Measures speculative decoding. Returns the "speculation" object of the result."""
     from cpmcu.llm import LLM
 
     def load(speculation: SpeculativeConfig) -> LLM:
         drafted = dataclasses.replace(config, speculative_config=speculation)
-        return LLM(**dataclasses.asdict(drafted))
+        return LLM(progress=progress.loading(), **dataclasses.asdict(drafted))
 
     whole, chosen = config.speculation, []
     if whole.chooses_shapes:
         with load(whole) as llm:
+            progress.note("speculation whose steps choose their shapes: two requests a context")
             chosen = [chosen_row(llm, row.context, steps) for row in rows]
             draft = llm.draft_spec
         assert draft is not None  # has_draft
@@ -124,7 +128,8 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
             spec_tree_size=draft.tree_size,
         )
     with load(whole) as llm:
-        fixed = [speculative_row(llm, row, steps) for row in rows]
+        progress.note("speculation with a fixed shape")
+        fixed = [speculative_row(llm, row, steps, progress) for row in rows]
         assert llm.draft_spec is not None
         depth = llm.draft_spec.depth
         counters = llm.call_engine(lambda engine: engine.counters)

@@ -14,6 +14,11 @@ from cpmcu.ui.summary import summary_line, summary_sections
 from cpmcu.ui.tables import plain_table
 
 
+def is_terminal() -> bool:
+    """Is stderr a terminal that can move its cursor?"""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class Display:
     """The terminal output of one program.
 
@@ -24,8 +29,7 @@ class Display:
     def __init__(self, *, plain: bool, debug: bool = False) -> None:
         if sys.stderr is None:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the program ends
-        dumb = os.environ.get("TERM") == "dumb"
-        self.plain = plain or dumb or not sys.stderr.isatty()
+        self.plain = plain or not is_terminal()
         level = logging.DEBUG if debug else logging.WARNING
         logging.basicConfig(level=level, format="cpmcu: %(message)s", stream=sys.stderr)
         for stream in (

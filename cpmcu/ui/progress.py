@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LINE_SECONDS = 2.0  # plain mode: least time between two lines
+_FIRST_PASS_SECONDS = 0.5  # a longer first pass of prefill is shown
 _LONG_LINE_SECONDS = 10.0  # of long work, which shows the time left
 
 
@@ -99,7 +101,14 @@ def left_text(elapsed: float, done: float, total: float) -> str:
 
 def _rich_progress(unit: str, decimals: bool, time_left: bool) -> Progress:
     from rich.console import Console  # imported only for a terminal
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+    )
     from rich.text import Text
 
     form = ".2f" if decimals else ".0f"
@@ -112,7 +121,7 @@ def _rich_progress(unit: str, decimals: bool, time_left: bool) -> Progress:
                 speed = left_text(elapsed, task.completed, task.total or 0)
             return Text(f"{task.completed:{form}}/{task.total:{form}} {unit}, {speed}")
 
-    columns = (TextColumn("{task.description}"), BarColumn(), Amount())
+    columns = (TextColumn("{task.description}"), BarColumn(), Amount(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True))
 
 
@@ -141,23 +150,44 @@ class LoadProgressBar:
 
 
 class PrefillProgressBar:
-    """Progress of prefill. A prompt of a single step shows nothing."""
+    """Progress of prefill. A prompt of one short pass shows nothing. Any thread may call it."""
 
     def __init__(self, *, plain: bool) -> None:
         self._plain = plain
         self._bar: Bar | None = None
+        self._lock = threading.Lock()
+        self._finished = False
+        self._timer: threading.Timer | None = None
+
+    def begin(self, total: int) -> None:
+        """Shows 0 of `total` tokens as soon as the first pass takes long."""
+        self._timer = threading.Timer(_FIRST_PASS_SECONDS, self._show, [total])
+        self._timer.daemon = True
+        self._timer.start()
 
     def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            if done >= total:
-                return
-            self._bar = (PlainBar if self._plain else RichBar)("prefill", total, "tokens", 1.0)
-            self._bar.start()
-        self._bar.update(done)
         if done >= total:
+            with self._lock:
+                if self._bar is not None:
+                    self._bar.update(done)
             self.finish()
+            return
+        self._show(total)
+        with self._lock:
+            if self._bar is not None:
+                self._bar.update(done)
 
     def finish(self) -> None:
         """Ends the display. Required also if prefill did not finish."""
-        if self._bar is not None:
-            self._bar.finish()
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._finished = True
+            if self._bar is not None:
+                self._bar.finish()
+
+    def _show(self, total: int) -> None:
+        with self._lock:
+            if self._bar is None and not self._finished:
+                self._bar = (PlainBar if self._plain else RichBar)("prefill", total, "tokens", 1.0)
+                self._bar.start()

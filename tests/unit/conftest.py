@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def target(tmp_path: Path) -> TinyCheckpoint:
     return write_tiny(tmp_path / "target", "minicpm", num_hidden_layers=3)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Sends Ctrl-C to this process, which may ignore it, as in a shell's background job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    yield lambda: signal.pthread_kill(main_thread, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)

@@ -53,6 +53,7 @@ class FakeEngine:
         burst: int = 1,
         device_stops: bool = False,
         step_seconds: float = 0.0,
+        on_prefill: Callable[[object], object] = lambda items: None,
     ) -> None:
         self.script = script
         self.num_pages = self.num_free_pages = num_pages
@@ -63,6 +64,7 @@ class FakeEngine:
         self.burst = self.tokens_per_step = burst
         self.device_stops = device_stops
         self.step_seconds = step_seconds
+        self.on_prefill = on_prefill
         self.slots: dict[int, _Slot] = {}
         self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
@@ -126,6 +128,7 @@ class FakeEngine:
         skip_draft: bool = False,
     ) -> None:
         self.skipped_drafts.append(skip_draft)
+        self.on_prefill(items)
         self._called("prefill", [(slot, len(ids), last) for slot, ids, last in items])
         if mask_rows:
             self._check_masks(mask_rows, masks, sum(last for _, _, last in items))

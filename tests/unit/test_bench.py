@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +17,9 @@ import pytest
 from cpmcu import bench
 from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
+from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.config import EngineConfig
+from cpmcu.ui.interrupts import announced
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_modules import write_modules
@@ -68,6 +76,48 @@ def test_exit_status(
     monkeypatch.delenv("CPMCU_DEBUG", raising=False)
     assert main(["--device", "cpu"]) == status
     assert capsys.readouterr().err == message
+
+
+def test_ctrl_c_is_heard_of_while_the_main_thread_is_busy(ctrl_c: Callable[[], None]) -> None:
+    heard = threading.Event()
+    with announced(heard.set):
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+            time.sleep(60)
+        assert heard.wait(60)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_ctrl_c_in_a_pass_ends_a_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = BenchProgress()
+    progress.check()
+    with progress.prefill(100):
+        progress._interrupted()
+        with pytest.raises(InterruptedError):
+            progress.read(50, 100)  # by the engine's thread
+    assert capsys.readouterr().err == "stopping after this pass\n"
+
+
+def test_progress_of_a_benchmark_on_a_terminal(tmp_path: Path) -> None:
+    extension_or_skip()
+    pexpect = pytest.importorskip("pexpect")
+    flags = ["--device", "cpu", "--contexts", "64", "--decode", "2", "--chunk-length", "16"]
+    process = pexpect.spawn(
+        sys.executable,
+        ["-m", "cpmcu.bench", *flags],
+        env={**os.environ, "TERM": "xterm"},
+        encoding="utf-8",
+        timeout=120,
+    )
+    process.expect("measuring the device's bandwidth")
+    process.expect("loading tiny-python-minicpm")
+    process.expect(r"prefill.*64/64 tokens")
+    process.expect("context 64: timing prefill and 5 windows of 2 steps")
+    process.expect("speculation with a fixed shape")
+    process.expect("difference")  # a column of the table
+    process.expect(pexpect.EOF)
+    process.close()
+    assert process.exitstatus == 0
 
 
 def test_windows_shrink_to_the_free_context(capsys: pytest.CaptureFixture[str]) -> None:

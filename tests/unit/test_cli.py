@@ -7,13 +7,16 @@ import pkgutil
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from story import STORY, Stage
+from tokenizers_for_tests import byte_level
 
 from cpmcu import cli
+from cpmcu.engine.warm_up import PROMPT
 from cpmcu.shipped import shipped_model
-from cpmcu.ui.progress import LoadProgressBar
+from cpmcu.ui.progress import LoadProgressBar, PlainBar
 from cpmcu.ui.tables import plain_table
 from tests.missing import skip_unless
 from tests.python_path import python_path
@@ -217,6 +220,41 @@ def test_ctrl_c_stops_an_answer(stage, capsys, monkeypatch):
     assert cli.main(["--model", "m", "--prompt-text", "the"]) == 130
     assert "stopped" in capsys.readouterr().err
     assert stage.engines[0]() is None
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--use-stream", "no"]])
+def test_ctrl_c_in_a_prefill_pass(flags, stage, capsys, ctrl_c):
+    """It is said at once, no further prompt tokens are read, and the run ends."""
+    passes = []
+
+    def begin(items):
+        if items[0][1] == PROMPT:  # of the warm-up
+            return
+        passes.append(items)
+        if len(passes) == 1:
+            threading.Timer(0.1, ctrl_c).start()  # while the main thread waits for tokens
+
+    stage.prepare(step_seconds=0.5, launch_ahead=1, on_prefill=begin)
+    prompt = "the quick brown fox jumps over the lazy dog " * 4
+    assert cli.main(["--model", "m", "--prompt-text", prompt, *flags]) == 130
+    shown = capsys.readouterr()
+    assert "stopping after this pass\n" in shown.err and shown.err.endswith("stopped\n")
+    assert shown.out.strip() == ""
+    assert len(passes) < 5  # of five
+    assert stage.engines[0]() is None
+
+
+def test_the_first_pass_is_shown_if_it_takes_long(stage, capsys, monkeypatch):
+    monkeypatch.setattr("cpmcu.ui.progress._FIRST_PASS_SECONDS", 0.05)
+    shown = []
+    monkeypatch.setattr(PlainBar, "start", lambda bar: shown.append(bar._total))
+    stage.prepare(step_seconds=0.4, chunk_length=150, launch_ahead=1)
+    assert cli.main(["--model", "m", "--prompt-text", "the", "-n", "1"]) == 0
+    assert shown[-1] == len(byte_level().encode("the").ids)
+    before = len(shown)
+    monkeypatch.setattr("cpmcu.ui.progress._FIRST_PASS_SECONDS", 60.0)
+    assert cli.main(["--model", "m", "--prompt-text", "the", "-n", "1"]) == 0
+    assert shown[before:] == [10_000_000]  # bytes of the model
 
 
 def test_plan(stage, capsys):
