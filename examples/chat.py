@@ -5,6 +5,9 @@ Without MODEL it is the model that ships with cpmcu, which only knows Python cod
 
 import sys
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from cpmcu import LLM, SamplingParams
 
 with LLM(*sys.argv[1:2]) as llm:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import sys
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from cpmcu import LLM, RequestOutput, SamplingParams
 from cpmcu.shipped import CHAT_PACKAGE, packaged_model
 

@@ -1,5 +1,8 @@
 """Completes two prompts with the small Python model that ships with cpmcu."""
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from cpmcu import LLM, SamplingParams
 
 with LLM() as llm:

@@ -12,7 +12,10 @@ import argparse
 import runpy
 import sys
 
-from cpmcu.flags import FlagParser, parse_bool
+try:
+    from cpmcu.flags import FlagParser, parse_bool
+except ImportError:
+    sys.exit("minicpm4.py needs cpmcu: pip install . at the root of the repository")
 
 MODEL = "openbmb/MiniCPM4-8B"
 DRAFT = "openbmb/MiniCPM4-8B-Eagle-FRSpec"

@@ -5,6 +5,9 @@ OPENAI_BASE_URL and OPENAI_API_KEY say where the server is and what key it wants
 
 import os
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from openai import OpenAI
 
 client = OpenAI(

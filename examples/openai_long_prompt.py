@@ -8,8 +8,13 @@ import os
 import sys
 from pathlib import Path
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from openai import OpenAI
 
+if len(sys.argv) != 2:
+    sys.exit("usage: openai_long_prompt.py FILE (examples/long_prompt_gen.py writes one)")
 client = OpenAI(
     base_url=os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1"),
     api_key=os.environ.get("OPENAI_API_KEY", "none"),

@@ -7,6 +7,9 @@ OPENAI_API_KEY say where it is and what key it wants.
 import os
 from typing import Annotated, Literal
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 

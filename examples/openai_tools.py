@@ -8,6 +8,9 @@ server is and what key it wants.
 import json
 import os
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from openai import OpenAI
 
 

@@ -19,14 +19,15 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
-
 try:
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import StreamingResponse
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 except ImportError as error:
-    raise ImportError("this example needs Ray: pip install 'ray[serve,llm]'") from error
+    raise ImportError(
+        "this example needs Ray and the server: pip install 'ray[serve,llm]' '.[server]'"
+    ) from error
 
 from cpmcu.config import EngineConfig, SpeculativeConfig
 

@@ -11,7 +11,10 @@ the replica that the request met.
 
 from typing import Any
 
-from ray import serve
+try:
+    from ray import serve
+except ImportError as error:
+    raise ImportError("this example needs Ray: pip install 'ray[serve]'") from error
 
 from cpmcu.config import EngineConfig, SpeculativeConfig
 

@@ -1,5 +1,8 @@
 """Streams a completion of the shipped model, token by token."""
 
+import sentences  # noqa: F401  # errors are one sentence
+
+# isort: split
 from cpmcu import LLM, SamplingParams
 
 prompt = "class Stack:\n"

@@ -193,3 +193,47 @@ def test_all_compile(tmp_path):
 @pytest.mark.parametrize("name", ["generate", "stream"])
 def test_without_a_server(name):
     assert "--- " in run(name, CUDA_VISIBLE_DEVICES="")
+
+
+OF_A_CLIENT = (
+    "openai_chat",
+    "openai_stream",
+    "openai_structured_output",
+    "openai_tools",
+    "openai_long_prompt",
+)
+
+
+@pytest.mark.parametrize("name", ["chat", "demo", "generate", "stream", "minicpm4", *OF_A_CLIENT])
+def test_a_missing_package_is_one_sentence(name, tmp_path):
+    package = "openai" if name in OF_A_CLIENT else "cpmcu"
+    text = f"raise ModuleNotFoundError('no module', name={package!r})"
+    (tmp_path / f"{package}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = run(name, status=1, PYTHONPATH=path, CPMCU_DEBUG="")
+    assert said.count("\n") == 1
+    assert said.startswith(f"{name}.py") and "pip install" in said and package in said
+    if name != "minicpm4":
+        assert "Traceback" in run(name, status=1, PYTHONPATH=path, CPMCU_DEBUG="1")
+
+
+@pytest.mark.parametrize("name", OF_A_CLIENT)
+def test_a_missing_server_is_one_sentence(name, tmp_path):
+    (tmp_path / "prompt").write_text("x")
+    arguments = [str(tmp_path / "prompt")] if name == "openai_long_prompt" else []
+    nowhere = "http://127.0.0.1:9/v1"
+    said = run(name, *arguments, status=1, OPENAI_BASE_URL=nowhere, CPMCU_DEBUG="")
+    assert said == (
+        f"{name}.py: no server answers at {nowhere}/models: start one with `cpmcu serve`, or set "
+        "OPENAI_BASE_URL\n"
+    )
+
+
+def test_other_errors_are_one_sentence(limited, tmp_path):
+    wrong = {"OPENAI_BASE_URL": f"{limited.url}/v1", "OPENAI_API_KEY": "x", "CPMCU_DEBUG": ""}
+    said = run("openai_chat", status=1, **wrong)
+    assert "openai_chat.py: the server answers: A valid API key is needed" in said
+    assert "OPENAI_API_KEY" in said and said.count("\n") == 1
+    assert "usage: openai_long_prompt.py FILE" in run("openai_long_prompt", status=1)
+    said = run("chat", str(tmp_path / "none"), status=1, CPMCU_DEBUG="")
+    assert said.startswith("chat.py: ") and "none" in said and said.count("\n") == 1
