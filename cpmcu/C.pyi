@@ -59,6 +59,8 @@ class ModelSpec:
     'Module name -> method, e.g. {"lm_head": "dense"}.'
     linear_options: dict[str, bool | int | float | str | list[int] | list[float]]
     "How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h."
+    module_options: dict[str, dict[str, bool | int | float | str | list[int] | list[float]]]
+    "Module name -> linear_options of its own."
 
 class RuntimeConfig:
     """How an engine is run: device, memory, limits. Made with keyword arguments."""

@@ -224,7 +224,7 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
         raise ValueError("quantization_config: the weights are in Marlin's layout already")
     if stored not in ("gptq", "gptq_v2"):
         raise reader.fail("checkpoint_format", "'gptq' or 'gptq_v2'")
-    check_bits(quant_config.get("bits"))
+    check_bits(quant_config.get("bits"), 4)
     if not reader.flag("sym", default=True):
         raise reader.fail("sym", "true: Marlin's layout has no zero points")
     reader.refuse("desc_act", "Marlin's layout has no order of activations")

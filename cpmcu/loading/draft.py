@@ -12,7 +12,7 @@ from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.finding import find_draft
 from cpmcu.drafters.options.trees import TreeShape
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel
-from cpmcu.loading.plan import MAX_LISTED, LoadPlan, engine_overrides, plan_load
+from cpmcu.loading.plan import MAX_LISTED, LoadPlan, by_engine_names, plan_load
 from cpmcu.loading.progress import list_names
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import SpecFields
@@ -83,6 +83,12 @@ class LoadedDraft:
                 dtype=dtype,
                 linear_method=plan.quant.linear_method,
                 linear_options=plan.quant.linear_options.to_dict(),
+                module_options={
+                    name: own.to_dict()
+                    for name, own in by_engine_names(
+                        plan.quant.module_options, self._names, plan.fields
+                    ).items()
+                },
                 linear_overrides=self._overrides(plan.fields),
             )
         if plan.parts:
@@ -99,7 +105,7 @@ class LoadedDraft:
 
     def _overrides(self, fields: SpecFields) -> dict[str, str]:
         """Engine's module name -> linear method. The head gets the configured method."""
-        overrides = engine_overrides(self.plan.quant.linear_overrides, self._names, fields)
+        overrides = by_engine_names(self.plan.quant.linear_overrides, self._names, fields)
         head = self.plan.scope + "lm_head"
         quantised = self.plan.quant.linear_method != "dense"
         if quantised and head not in overrides and not self.plan.shares_head:
@@ -140,11 +146,6 @@ class LoadedDraft:
             return () if name in ignored else self._names(name, fields)
 
         checkpoint, quant = files.checkpoint, self.plan.quant
-        if self.plan.scope != PREFIX and quant.repacks:
-            raise ValueError(
-                f"{files.directory}: {self.title} stores fc in the CPM.cu format of 4 bits, "
-                "expected a dense head, or one in another format, for a draft model"
-            )
         plan = plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
         if not self.plan.refuses_unknown:
             return plan

@@ -26,7 +26,7 @@ from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
 from cpmcu.loading.hub import resolve_model
 from cpmcu.loading.model_files import ModelFiles, is_gguf, model_files, model_name
-from cpmcu.loading.plan import LoadPlan, Placement, engine_overrides, plan_load
+from cpmcu.loading.plan import LoadPlan, Placement, by_engine_names, plan_load
 from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
@@ -142,6 +142,7 @@ def load_model(
             fp8_kv_cache=config.kv_cache_dtype != "auto",
             linear_method=quant.linear_method,
             linear_options=quant.linear_options.to_dict(),
+            module_options={name: own.to_dict() for name, own in quant.module_options.items()},
             linear_overrides=with_head(quant, config.lm_head_quant),
         )
         drafter = (draft.spec(extension, dtype),) if draft else ()
@@ -224,8 +225,11 @@ def plan_target_quant(
 ) -> QuantPlan:
     """The plan of the target's tensors, with the engine's names of modules."""
     quant = plan_quant(hf_config, tensors)
-    overrides = engine_overrides(quant.linear_overrides, family.names, fields)
-    return replace(quant, linear_overrides=overrides)
+    return replace(
+        quant,
+        linear_overrides=by_engine_names(quant.linear_overrides, family.names, fields),
+        module_options=by_engine_names(quant.module_options, family.names, fields),
+    )
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:

@@ -11,14 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from cpmcu.loading.progress import list_names
 from cpmcu.loading.tensors import FLOAT_DTYPES, STORAGE_DTYPES, Checkpoint, TensorMeta, itemsize
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import NameMap
-from cpmcu.quant.registry import QuantPlan, Repack
+from cpmcu.quant.registry import Arrays, QuantPlan, Repack
 
 MAX_LISTED = 8  # mismatches in one message
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ def plan_load(
         elif accept(placement.source, placement.target):
             placements.append(placement)
             total_bytes += placement.target.nbytes
-    for repack in quant.repacks:
+    repacks = [named for repack in quant.repacks for named in _named(repack, names, fields)]
+    for repack in repacks:
         for output in repack.outputs:
             if output.name in expected:
                 accept(", ".join(repack.inputs), output)
@@ -105,19 +109,34 @@ def plan_load(
             quant.verify(checkpoint.read)
         except ValueError as error:
             raise ValueError(f"{checkpoint.directory}: {error}") from error
-    return LoadPlan(placements, list(quant.repacks), unused, dict(conversions), total_bytes)
+    return LoadPlan(placements, repacks, unused, dict(conversions), total_bytes)
 
 
-def engine_overrides(
-    overrides: Mapping[str, str], names: NameMap, fields: SpecFields
-) -> dict[str, str]:
-    """Linear methods by the checkpoint's names of modules -> by the engine's names."""
+def by_engine_names(
+    values: Mapping[str, Value], names: NameMap, fields: SpecFields
+) -> dict[str, Value]:
+    """Values by the checkpoint's names of modules -> by the engine's names."""
     found = {}
-    for module, method in overrides.items():
+    for module, value in values.items():
         # Any leaf except "weight": the name map splits weights of fused projections.
         for piece in names(f"{module}.scales", fields):
-            found[piece.name.removesuffix(".scales")] = method
+            found[piece.name.removesuffix(".scales")] = value
     return found
+
+
+def _named(repack: Repack, names: NameMap, fields: SpecFields) -> Iterator[Repack]:
+    """The repack with the engine's names of outputs; nothing if they are not the model's."""
+    mapped = {
+        meta.name: piece.name for meta in repack.outputs for piece in names(meta.name, fields)
+    }
+    if not mapped:
+        return
+
+    def run(arrays: Arrays) -> Arrays:
+        return {mapped[name]: array for name, array in repack.run(arrays).items()}
+
+    outputs = tuple(replace(meta, name=mapped[meta.name]) for meta in repack.outputs)
+    yield Repack(repack.inputs, outputs, run)
 
 
 def _place(

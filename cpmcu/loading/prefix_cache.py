@@ -58,6 +58,7 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         "layers": spec.layers,  # flags change the rule of sparse attention
         "rope": [spec.rope_attention_scaling, *spec.rope_inv_freq],
         "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],
+        "modules": spec.module_options,
         "draft": [config.speculation.method, config.speculation.options.get("draft_head_quant")],
         "sizes": [engine.page_bytes, engine.slot_bytes],
     }

@@ -10,7 +10,15 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.int4 import Format, check_bits, check_group_size, check_present, plan_int4
+from cpmcu.quant.int4 import (
+    Format,
+    check_bits,
+    check_group_size,
+    check_present,
+    int4_part,
+    quantised_modules,
+)
+from cpmcu.quant.parts import plan_parts
 from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 
 
@@ -24,11 +32,13 @@ class Awq:
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
         check_present("awq", tensors, ".qweight")
-        check_bits(quant.get("bits", quant.get("w_bit")))
+        check_bits(quant.get("bits", quant.get("w_bit")), 4)
         group_size = check_group_size(quant.get("group_size", quant.get("q_group_size")))
         version = str(quant.get("version", "gemm")).lower()
         if version != "gemm":
             raise ValueError(f"quantization_config: version is {shown(version)}, expected 'gemm'")
         if quant.get("zero_point", True) is not True:
             raise ValueError("quantization_config: zero_point is false, expected true")
-        return plan_int4("awq", Format.AWQ, tensors, group_size=group_size, zero_points=True)
+        modules = quantised_modules(tensors, ".qweight")
+        part = int4_part(Format.AWQ, tensors, modules, group_size=group_size, zero_points=True)
+        return plan_parts("awq", tensors, [part])

@@ -1,48 +1,69 @@
-"""compressed-tensors: 4-bit integer weights ("pack-quantized"), and FP8 ("float-quantized").
+"""compressed-tensors: integer weights of 4 or 8 bits, and FP8. Each group of modules has a format.
 
-With 4 bits, each linear layer has `weight_packed` int32 [N, K / 8], `weight_scale` [N, G],
-`weight_shape`, and optionally `weight_zero_point` int32 [N / 8, G].
+* pack-quantized: `weight_packed` int32 [N, K / 8] (8 bits: [N, K / 4]), `weight_scale` [N, G],
+  `weight_shape`, with 4 bits also `weight_zero_point` int32 [N / 8, G]
+* int-quantized: `weight` int8 [N, K], `weight_scale` [N, 1] or one for the matrix
+* float-quantized: cpmcu/quant/fp8.py
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.fp8 import plan_fp8
+from cpmcu.quant.fp8 import E4M3, fp8_part
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
     Format,
     check_bits,
     check_group_size,
-    check_present,
-    plan_int4,
+    int4_part,
     quantised_modules,
 )
+from cpmcu.quant.int8 import Int8Format, int8_part
+from cpmcu.quant.parts import Part, plan_parts
 from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 
 logger = logging.getLogger(__name__)
 
-_FORMAT, _FP8 = "pack-quantized", "float-quantized"
+_PACKED, _PLAIN, _FP8 = "pack-quantized", "int-quantized", "float-quantized"
+# Format -> the tensor that a module with it has, and its dtype where the name does not tell.
+_TENSORS: dict[str, tuple[str, str | None]] = {
+    _PACKED: (".weight_packed", None),
+    _PLAIN: (".weight", "int8"),
+    _FP8: (".weight", E4M3),
+}
+_NOT_USED = (".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
 _OTHER_FORMATS = {
     "dense": "16-bit weights",
-    "int-quantized": "W8A8: 8-bit integers for weights and activations",
     "naive-quantized": "8 bits",
     "marlin-24": "4-bit integers with 2:4 sparsity",
     "nvfp4-pack-quantized": "NVFP4",
     "mxfp4-pack-quantized": "MXFP4",
     "mxfp8-quantized": "MXFP8",
-    "mixed-precision": "several formats",
+    "mixed-precision": "several formats, but a group does not say which",
 }
 _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How modules are stored: a kind of files and the settings of integer weights."""
+
+    format: str
+    bits: int = 8
+    group_size: int = CHANNEL_WISE
+    zero_points: bool = False
+
+
 @register_quant("compressed-tensors")
 class CompressedTensors:
-    """4-bit or FP8 weights; activations stay in 16 bits."""
+    """Integer or FP8 weights, each module after its group; activations stay in 16 bits."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "compressed-tensors"
@@ -50,46 +71,119 @@ class CompressedTensors:
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
         groups = _object(quant, "config_groups")
-        schemes = [group for group in groups.values() if isinstance(group, Mapping)]
-        if schemes and all(_format(group, quant) == _FP8 for group in schemes):
-            _refuse_transforms(quant)
-            return plan_fp8("compressed-tensors", tensors)
-        if not schemes:
+        stated = [group for group in groups.values() if isinstance(group, Mapping)]
+        if not stated:
             raise ValueError(
                 f"quantization_config: config_groups is {shown(groups)}, expected a group of layers"
             )
-        for scheme in schemes:
-            _check_format(_format(scheme, quant))
-            _check_group(scheme)
-        check_present("compressed-tensors", tensors, ".weight_packed")
+        forms = [(group, _form(group, quant)) for group in stated]
         if quant.get("kv_cache_scheme"):
             logger.info("kv_cache_scheme is not used: --kv-cache-dtype chooses the dtype")
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
             raise ValueError(f"quantization_config: sparsity is {shown(sparsity)}, expected none")
-        first = schemes[0]["weights"]
-        keys = ("strategy", "group_size", "symmetric")
-        for scheme in schemes[1:]:
-            if any(scheme["weights"].get(key) != first.get(key) for key in keys):
-                raise ValueError(
-                    "quantization_config: config_groups differ in their weights, expected one "
-                    "scheme for all layers"
-                )
         if any(name.endswith(".weight_g_idx") for name in tensors):
             raise ValueError("a weight_g_idx (actorder) is present, expected groups in order of K")
-        channel = first.get("strategy") == "channel"
-        return plan_int4(
-            "compressed-tensors",
+        modules: dict[_Form, list[str]] = {}
+        for name, (suffix, dtype) in _TENSORS.items():
+            for module in quantised_modules(tensors, suffix):
+                if dtype in (None, tensors[module + suffix].dtype):
+                    modules.setdefault(_form_of(module, name, forms), []).append(module)
+        if not modules:
+            expected = " or ".join(dict.fromkeys(_TENSORS[form.format][0] for _, form in forms))
+            raise ValueError(
+                "quantization_config says compressed-tensors, but no tensor ends in "
+                f"{expected} with quantised weights"
+            )
+        parts = [_part(form, tensors, its) for form, its in modules.items()]
+        return plan_parts("compressed-tensors", tensors, parts)
+
+
+def _form_of(
+    module: str, format_name: str, forms: Sequence[tuple[Mapping[str, Any], _Form]]
+) -> _Form:
+    """The form of a module whose tensors have this format.
+
+    A group that names the module comes before regular expressions ("re:"), and these before
+    classes of modules, such as Linear. Raises ValueError if no group has the module.
+    """
+    fitting = [(group, form) for group, form in forms if form.format == format_name]
+    for matches in (_is_named, _is_matched, _is_class):
+        for group, form in fitting:
+            targets = group.get("targets")
+            for target in targets if isinstance(targets, list) else []:
+                if matches(str(target), module):
+                    return form
+    raise ValueError(
+        f"{module} is {format_name}, but no group of config_groups with this format has it among "
+        "its targets"
+    )
+
+
+def _is_named(target: str, module: str) -> bool:
+    return target == module
+
+
+def _is_matched(target: str, module: str) -> bool:
+    if not target.startswith("re:"):
+        return False
+    try:
+        return re.match(target[3:], module) is not None
+    except re.error as error:
+        raise ValueError(
+            f"quantization_config: the target {shown(target)} is no regular expression: {error}"
+        ) from error
+
+
+def _is_class(target: str, module: str) -> bool:
+    return not target.startswith("re:") and target.isidentifier() and target[:1].isupper()
+
+
+def _part(form: _Form, tensors: Mapping[str, TensorMeta], modules: Sequence[str]) -> Part:
+    if form.format == _FP8:
+        return fp8_part(tensors, modules)
+    names = [module + suffix for module in modules for suffix in _NOT_USED]
+    ignored = {name: reason for name in names if (reason := _reason(name, tensors))}
+    if form.bits == 4:
+        return int4_part(
             Format.COMPRESSED,
             tensors,
-            group_size=CHANNEL_WISE if channel else check_group_size(first.get("group_size")),
-            zero_points=first.get("symmetric", True) is False,
-            ignored={
-                module + ".weight_shape": "the model implies the shape"
-                for module in quantised_modules(tensors, ".weight_shape")
-            },
+            modules,
+            group_size=form.group_size,
+            zero_points=form.zero_points,
+            ignored=ignored,
         )
+    packed = Int8Format.COMPRESSED if form.format == _PACKED else Int8Format.PLAIN
+    return int8_part(packed, tensors, modules, group_size=form.group_size, ignored=ignored)
+
+
+def _reason(name: str, tensors: Mapping[str, TensorMeta]) -> str:
+    """Why a tensor is not used; empty if there is no such tensor."""
+    if name not in tensors:
+        return ""
+    is_shape = name.endswith("_shape")
+    return "the model implies the shape" if is_shape else "activations are not quantised"
+
+
+def _form(group: Mapping[str, Any], quant: Mapping[str, Any]) -> _Form:
+    """The form of a group. Raises ValueError for one that is not supported."""
+    stated = _format(group, quant)
+    _check_format(stated)
+    if stated == _FP8:
+        return _Form(_FP8)
+    weights = _object(group, "weights")
+    bits = check_bits(weights.get("num_bits"), *((4, 8) if stated == _PACKED else (8,)))
+    _check_group(group, activations=stated == _PLAIN)
+    by_group = weights.get("strategy") == "group"
+    zero_points = weights.get("symmetric", True) is False
+    if bits == 8 and zero_points:
+        raise ValueError(
+            "quantization_config: symmetric is false, expected true of 8-bit weights: zero points "
+            "other than 128 have no kernels"
+        )
+    group_size = check_group_size(weights.get("group_size")) if by_group else CHANNEL_WISE
+    return _Form(stated, bits, group_size, zero_points)
 
 
 def _format(scheme: Mapping[str, Any], quant: Mapping[str, Any]) -> Any:
@@ -98,13 +192,13 @@ def _format(scheme: Mapping[str, Any], quant: Mapping[str, Any]) -> Any:
 
 
 def _check_format(stated: Any) -> None:
-    """Raises ValueError for another format than 4-bit integers."""
-    if stated != _FORMAT:
+    """Raises ValueError for a format that is not read."""
+    if stated not in _TENSORS:
         what = _OTHER_FORMATS.get(str(stated))
         raise ValueError(
             f"quantization_config: format is {shown(stated)}{f' ({what})' if what else ''}, "
-            f"expected {_FORMAT!r} or, for all layers, {_FP8!r}; name the model's 16-bit files, or "
-            "its files in one of these formats"
+            f"expected {_PACKED!r}, {_PLAIN!r} or {_FP8!r}; name the model's 16-bit files, or its "
+            "files in one of these formats"
         )
 
 
@@ -130,18 +224,21 @@ def _refuse_transforms(quant: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_group(scheme: Mapping[str, Any]) -> None:
-    """Raises ValueError unless exactly the weights are quantised, as 4-bit integers."""
-    weights = _object(scheme, "weights")
-    check_bits(weights.get("num_bits"))
+def _check_group(group: Mapping[str, Any], *, activations: bool) -> None:
+    """Raises ValueError for weights that are no integers, or groups that are not in order.
+
+    `activations`: may they be quantised in the file? They are not here.
+    """
+    weights = _object(group, "weights")
     if weights.get("type", "int") != "int":
         raise ValueError(
             f"quantization_config: the weights are {shown(weights['type'])}, expected 'int'"
         )
-    if weights.get("strategy") not in ("group", "channel"):
+    known = ("group", "channel", "tensor") if activations else ("group", "channel")
+    if weights.get("strategy") not in known:
         raise ValueError(
             f"quantization_config: strategy is {shown(weights.get('strategy'))}, expected "
-            "'group' or 'channel'"
+            f"{' or '.join(map(repr, known))}"
         )
     if weights.get("actorder") not in _IN_ORDER:
         raise ValueError(
@@ -149,7 +246,7 @@ def _check_group(scheme: Mapping[str, Any]) -> None:
             "order of activations), expected null, 'weight' or 'static'"
         )
     for key in ("input_activations", "output_activations"):
-        if scheme.get(key):
+        if group.get(key) and not activations:
             raise ValueError(
                 f"quantization_config: {key} is present, expected weights alone to be quantised"
             )

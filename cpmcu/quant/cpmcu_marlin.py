@@ -21,10 +21,11 @@ from cpmcu.quant.int4 import (
     Format,
     check_bits,
     check_group_size,
+    int4_part,
     is_marlin,
-    plan_int4,
     quantised_modules,
 )
+from cpmcu.quant.parts import plan_parts
 from cpmcu.quant.registry import Arrays, QuantPlan, Read, Repack, quant_config_of, register_quant
 
 _METHODS = (None, "gptq", "gptq_marlin")
@@ -39,15 +40,15 @@ class CpmcuMarlin:
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
-        check_bits(quant.get("bits", 4))
+        check_bits(quant.get("bits", 4), 4)
         group_size = check_group_size(quant.get("group_size", GROUP_SIZE))
         if quant.get("sym", True) is not True:
             raise ValueError("quantization_config: sym is false, expected true of a Marlin file")
         refuse_order(quant, group_size)
-        plan = plan_int4(
-            "cpmcu-marlin",
+        part = int4_part(
             Format.MARLIN,
             tensors,
+            quantised_modules(tensors, ".qweight"),
             group_size=group_size,
             zero_points=False,
             ignored={
@@ -58,6 +59,7 @@ class CpmcuMarlin:
             repacks=_stack_halves(config.get("hidden_size"), tensors, group_size),
         )
         version = 2 if stored_format(quant) == "gptq_v2" else 1
+        plan = plan_parts("cpmcu-marlin", tensors, [part])
 
         def verify(read: Read) -> None:
             if plan.verify is not None:
@@ -84,7 +86,7 @@ def _stack_halves(
         )
     sources = {part: tensors[f"{name}.{part}"] for part in ("qweight", "scales")}
     outputs = {
-        part: TensorMeta(f"draft.fc.{part}", meta.dtype, (2 * meta.shape[0], meta.shape[1] // 2))
+        part: TensorMeta(f"{name}.{part}", meta.dtype, (2 * meta.shape[0], meta.shape[1] // 2))
         for part, meta in sources.items()
     }
 

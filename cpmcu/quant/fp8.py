@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.int4 import dense_modules
+from cpmcu.quant.parts import Part, plan_parts
 from cpmcu.quant.registry import LinearOptions, QuantPlan, quant_config_of, register_quant
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,23 @@ def plan_fp8(scheme: str, tensors: Mapping[str, TensorMeta]) -> QuantPlan:
 
     Raises ValueError if no weight is FP8, one has no scale, or scales are of different kinds.
     """
-    modules = [
-        name.removesuffix(".weight")
-        for name, meta in tensors.items()
-        if name.endswith(".weight") and meta.dtype == E4M3
-    ]
+    modules = modules_of(tensors, E4M3)
     if not modules:
         raise ValueError(f"quantization_config says {scheme}, but no weight is {E4M3}")
+    return plan_parts(scheme, tensors, [fp8_part(tensors, modules)])
+
+
+def modules_of(tensors: Mapping[str, TensorMeta], dtype: str) -> list[str]:
+    """The modules whose `weight` has this dtype."""
+    return [
+        name.removesuffix(".weight")
+        for name, meta in tensors.items()
+        if name.endswith(".weight") and meta.dtype == dtype
+    ]
+
+
+def fp8_part(tensors: Mapping[str, TensorMeta], modules: Sequence[str]) -> Part:
+    """The modules with FP8 weights. Raises ValueError unless all have one kind of scales."""
     inverse = any(module + _INVERSE in tensors for module in modules)
     suffix = _INVERSE if inverse else _PLAIN
     # Kind of scales -> the first module that they do not fit.
@@ -82,14 +92,13 @@ def plan_fp8(scheme: str, tensors: Mapping[str, TensorMeta]) -> QuantPlan:
             f"{module}{suffix} has shape {found} for a weight {shape}, expected scales of one "
             f"kind in the whole file: for {BLOCK} x {BLOCK} numbers, a row, or a matrix"
         )
-    unused = [name for name in tensors if name.endswith(_NOT_USED)]
+    unused = [module + suffix for module in modules for suffix in _NOT_USED]
     logger.info("FP8 weights are multiplied with activations of 16 bits")
-    return QuantPlan(
-        scheme=scheme,
-        linear_method="packed",
-        linear_options=LinearOptions(layout="fp8", format=fits[0]),
-        linear_overrides=dense_modules(tensors, set(modules)),
-        ignored=dict.fromkeys(unused, "activations are not quantised"),
+    return Part(
+        modules,
+        LinearOptions(layout="fp8", format=fits[0]),
+        f"FP8 with scales for a {fits[0]}" if fits[0] in ("tensor", "channel") else "FP8 in blocks",
+        ignored={n: "activations are not quantised" for n in unused if n in tensors},
     )
 
 

@@ -1,34 +1,23 @@
-"""Code shared by the schemes with packed weights, and the plan of 4-bit weights.
-
-The tensors determine the method, not the config's lists of exceptions. A module with packed weights
-uses the C++ method "packed". A module with a plain `weight` stays dense.
-"""
+"""4-bit weights, and checks shared by the schemes with integer weights."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.registry import LinearOptions, QuantPlan, Read, Repack
+from cpmcu.quant.parts import Part, leaf
+from cpmcu.quant.registry import LinearOptions, Read, Repack
 
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
 
-# One matrix of the engine -> its parts in a checkpoint.
-_STACKS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-}
-_STACK_OF = {part: stack for stack, parts in _STACKS.items() for part in parts}
 _FUSED = ("qkv_proj", "gate_up_proj")  # stored as one matrix by CPM.cu
-_LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "out_proj", "down_proj", "lm_head", "fc"}
 # Projections without a bias in all supported models.
 _NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
@@ -43,56 +32,81 @@ class Format(enum.IntEnum):
     MARLIN = 4
 
 
-def plan_int4(
-    scheme: str,
+@dataclass(frozen=True, slots=True)
+class ZeroBiases:
+    """Biases that some quantisers write as zeros."""
+
+    names: Sequence[str]
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """As QuantPlan.ignored."""
+        return dict.fromkeys(self.names, "it is zero")
+
+    def verify(self, read: Read) -> None:
+        """Raises ValueError for a bias that is not zero."""
+        for name in self.names:
+            if np.any(read(name)):
+                raise ValueError(f"{name} is not zero, expected no bias there")
+
+
+def zero_biases(tensors: Mapping[str, TensorMeta], modules: Iterable[str]) -> ZeroBiases:
+    """The biases of modules that have none in any supported model."""
+    names = [m + ".bias" for m in modules if leaf(m) in _NO_BIAS and m + ".bias" in tensors]
+    return ZeroBiases(names)
+
+
+def stated_scales(tensors: Mapping[str, TensorMeta], names: Iterable[str]) -> str:
+    """The dtype of scales. Raises ValueError unless it is float16 or bfloat16, one for all."""
+    dtypes = {tensors[name].dtype for name in names if name in tensors}
+    if len(dtypes) > 1 or not dtypes <= {"float16", "bfloat16"}:
+        raise ValueError(
+            f"scales of integer weights are {', '.join(sorted(dtypes))}, expected all float16 or "
+            "all bfloat16"
+        )
+    return next(iter(dtypes), "float16")
+
+
+def int4_part(
     layout: Format,
     tensors: Mapping[str, TensorMeta],
+    modules: Sequence[str],
     *,
     group_size: int,
     zero_points: bool,
     ignored: Mapping[str, str] | None = None,
-    repacks: Iterable[Repack] = (),
-) -> QuantPlan:
-    """The plan of a checkpoint with a supported variant of the scheme.
+    repacks: Sequence[Repack] = (),
+) -> Part:
+    """The modules with 4-bit weights.
 
     `ignored`: redundant tensor -> reason. Raises ValueError for scales that are not float16 or
-    bfloat16 and for a fused projection that is quantised in part. The plan's `verify` raises
-    ValueError for scales that are not finite and for an unsupported nonzero bias.
+    bfloat16. The part's `verify` raises ValueError for scales that are not finite and for an
+    unsupported nonzero bias.
     """
-    by_row = layout == Format.COMPRESSED
-    packed, scales = (".weight_packed", ".weight_scale") if by_row else (".qweight", ".scales")
-    modules = quantised_modules(tensors, packed)
-    dtypes = {tensors[m + scales].dtype for m in modules if m + scales in tensors}
-    if len(dtypes) > 1 or not dtypes <= {"float16", "bfloat16"}:
-        raise ValueError(
-            f"scales of 4-bit weights are {', '.join(sorted(dtypes))}, expected all float16 or all "
-            "bfloat16"
-        )
-    biases = [m + ".bias" for m in modules if _leaf(m) in _NO_BIAS and m + ".bias" in tensors]
+    scales = ".weight_scale" if layout == Format.COMPRESSED else ".scales"
+    dtype = stated_scales(tensors, [module + scales for module in modules])
+    biases = zero_biases(tensors, modules)
 
     def verify(read: Read) -> None:
         for module in modules:
             if module + scales in tensors:
                 check_finite(tensors[module + scales], read)
-        for name in biases:  # some quantisers write zeros
-            if np.any(read(name)):
-                raise ValueError(f"{name} is not zero, expected no bias there")
+        biases.verify(read)
 
     options = LinearOptions(
         layout="int4",
         format=layout.name.lower(),
         group_size=group_size,
         zero_points=zero_points,
-        scale_dtype=next(iter(dtypes), "float16"),
-        stacked=any(_leaf(module) in _FUSED for module in modules),
+        scale_dtype=dtype,
+        stacked=any(leaf(module) in _FUSED for module in modules),
     )
-    return QuantPlan(
-        scheme=scheme,
-        linear_method="packed",
-        linear_options=options,
-        linear_overrides=dense_modules(tensors, set(modules)),
-        repacks=tuple(repacks),
-        ignored={**(ignored or {}), **dict.fromkeys(biases, "it is zero")},
+    return Part(
+        modules,
+        options,
+        "4 bits" + (f" with groups of {group_size}" if group_size != CHANNEL_WISE else ""),
+        repacks=repacks,
+        ignored={**(ignored or {}), **biases.ignored},
         verify=verify,
     )
 
@@ -118,10 +132,14 @@ def check_group_size(found: Any) -> int:
     return int(found)
 
 
-def check_bits(found: Any) -> None:
-    """Raises ValueError unless `found` is 4."""
-    if found != 4 or isinstance(found, bool):
-        raise ValueError(f"quantization_config: the weights have {shown(found)} bits, expected 4")
+def check_bits(found: Any, *supported: int) -> int:
+    """Returns `found` if it is one of the `supported` numbers. Raises ValueError otherwise."""
+    if found not in supported or isinstance(found, bool):
+        raise ValueError(
+            f"quantization_config: the weights have {shown(found)} bits, expected "
+            f"{' or '.join(map(str, supported))}"
+        )
+    return int(found)
 
 
 def check_finite(meta: TensorMeta, read: Read) -> None:
@@ -153,34 +171,3 @@ def is_marlin(tensors: Mapping[str, TensorMeta]) -> bool:
                 len(meta.shape) == len(scales.shape) == 2 and meta.shape[1] == 2 * scales.shape[1]
             )
     return False
-
-
-def _leaf(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def dense_modules(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
-    """Fused name of each module with plain weights -> "dense"."""
-    dense = {
-        name.removesuffix(".weight")
-        for name, meta in tensors.items()
-        if name.endswith(".weight") and len(meta.shape) == 2
-    }
-    overrides: dict[str, str] = {}
-    for module in sorted(dense):
-        prefix, _, leaf = module.rpartition(".")
-        if leaf not in _LINEARS or module in quantised:
-            continue
-        stack = _STACK_OF.get(leaf, leaf)
-        name = f"{prefix}.{stack}" if prefix else stack
-        for part in (*_STACKS.get(stack, ()), stack):
-            other = f"{prefix}.{part}" if prefix else part
-            if other in quantised:
-                raise ValueError(
-                    f"{module} is dense and {other} is quantised, expected both the same: they "
-                    "are one matrix here"
-                )
-        overrides[name] = "dense"
-    if "lm_head" not in quantised:
-        overrides["lm_head"] = "dense"
-    return overrides

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -28,8 +29,8 @@ Read = Callable[[str], npt.NDArray[Any]]  # name -> tensor of the checkpoint in 
 class Repack:
     """Converts some tensors of the checkpoint to tensors of the engine.
 
-    `outputs` is known before tensors are read, so names, shapes and dtypes can be checked. Output
-    names are the engine's. `run` gets the inputs by name in their storage dtypes.
+    `outputs` is known before tensors are read, so names, shapes and dtypes can be checked. Modules
+    of outputs have the checkpoint's names. `run` gets the inputs by name in their storage dtypes.
     """
 
     inputs: tuple[str, ...]
@@ -61,6 +62,8 @@ class QuantPlan:
     linear_method: str  # name of the C++ method
     linear_options: LinearOptions = LinearOptions()
     linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
+    # Module -> options, of those that differ from `linear_options`.
+    module_options: dict[str, LinearOptions] = field(default_factory=dict)
     repacks: Sequence[Repack] = ()  # all other tensors are streamed unchanged
     ignored: Mapping[str, str] = field(default_factory=dict)  # redundant tensor -> reason
     # Checks the contents of small tensors before the load; raises ValueError.
@@ -187,19 +190,26 @@ _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto
 def _by_format(quant: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration with a format's name as `quant_method`, whatever tool or kernel it names.
 
-    Raises ValueError for layers of AutoRound with bits of their own.
+    Raises ValueError for layers of AutoRound with bits of their own in another packing than GPTQ's.
     """
     method = quant.get("quant_method")
-    if method in _AUTO_ROUND:
-        bits, extra = quant.get("bits"), quant.get("extra_config")
-        for name, layer in (extra if isinstance(extra, Mapping) else {}).items():
-            own = layer.get("bits", bits) if isinstance(layer, Mapping) else bits
-            if own != bits and not (isinstance(own, int) and own >= 16):
-                raise ValueError(
-                    f"quantization_config: extra_config gives {name} {shown(own)} bits, expected "
-                    f"{shown(bits)} as all layers, or 16"
-                )
-        found = _PACKINGS.get(str(quant.get("packing_format", "auto_round:auto_gptq")))
-    else:
+    if method not in _AUTO_ROUND:
         found = _FORMATS.get(str(method))
+        return {**quant, "quant_method": found} if found else quant
+    found = _PACKINGS.get(str(quant.get("packing_format", "auto_round:auto_gptq")))
+    layers, bits = quant.get("extra_config"), quant.get("bits")
+    rules: dict[str, Any] = {}
+    for name, layer in (layers if isinstance(layers, Mapping) else {}).items():
+        own = layer.get("bits", bits) if isinstance(layer, Mapping) else bits
+        if isinstance(own, int) and own >= 16:
+            continue  # the tensors tell
+        if own != bits and found != "gptq":
+            raise ValueError(
+                f"quantization_config: extra_config gives {name} {shown(own)} bits, expected "
+                f"{shown(bits)} as all layers, or 16"
+            )
+        plain = re.fullmatch(r"[\w.]+", name) is not None
+        rules[f"{re.escape(name)}$" if plain else name] = layer
+    if rules and found == "gptq":
+        quant = {**quant, "dynamic": rules}
     return {**quant, "quant_method": found} if found else quant

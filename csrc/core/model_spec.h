@@ -54,11 +54,16 @@ struct ModelSpec {
   std::string linear_method = "dense";
   std::map<std::string, std::string> linear_overrides;  // module name -> method
   LinearOptions linear_options;
+  std::map<std::string, LinearOptions> module_options;  // module name -> options of its own
 
   float norm_offset() const { return zero_centred_norms ? 1.0f : 0.0f; }
   const std::string& linear_method_of(const std::string& module) const {
     auto it = linear_overrides.find(module);
     return it == linear_overrides.end() ? linear_method : it->second;
+  }
+  const LinearOptions& linear_options_of(const std::string& module) const {
+    auto it = module_options.find(module);
+    return it == module_options.end() ? linear_options : it->second;
   }
   // Whether an override names a method that is not dense.
   bool quantises(const std::string& module) const {

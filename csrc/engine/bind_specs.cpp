@@ -133,7 +133,21 @@ void bind_model_spec(py::module_& m) {
           [](ModelSpec& spec, const ParamValues& values) {
             spec.linear_options = linear_options_of(values);
           },
-          "How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h.");
+          "How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h.")
+      .def_property(
+          "module_options",
+          [](const ModelSpec& spec) {
+            std::map<std::string, ParamValues> values;
+            for (const auto& [module, own] : spec.module_options) values[module] = values_of(own);
+            return values;
+          },
+          [](ModelSpec& spec, const std::map<std::string, ParamValues>& values) {
+            spec.module_options.clear();
+            for (const auto& [module, own] : values) {
+              spec.module_options[module] = linear_options_of(own);
+            }
+          },
+          "Module name -> linear_options of its own.");
 }
 
 void bind_drafter_spec(py::module_& m) {

@@ -85,13 +85,13 @@ class AttentionBlock : public Block {
                     {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
                      .in_features = config.in_features ? config.in_features : spec_.hidden_size,
                      .dtype = spec_.dtype,
-                     .options = spec_.linear_options,
+                     .options = spec_.linear_options_of(attn + "qkv_proj"),
                      .name = attn + "qkv_proj"});
     out_ = make_linear(spec_.linear_method_of(attn + "o_proj"),
                        {.parts = {{attn + "o_proj", spec_.hidden_size}},
                         .in_features = shape_.q_size(),
                         .dtype = spec_.dtype,
-                        .options = spec_.linear_options});
+                        .options = spec_.linear_options_of(attn + "o_proj")});
   }
 
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {

@@ -49,11 +49,12 @@ class GatedDeltaNetBlock : public Block {
     const bool fused = config.params.flag("fused_projections", false);
     const auto linear = [&](const std::string& name, std::vector<LinearPart> parts, int64_t in) {
       for (LinearPart& part : parts) part.name = module + part.name;
-      return make_linear(spec_.linear_method_of(module + name), {.parts = std::move(parts),
-                                                                 .in_features = in,
-                                                                 .dtype = spec_.dtype,
-                                                                 .options = spec_.linear_options,
-                                                                 .name = module + name});
+      return make_linear(spec_.linear_method_of(module + name),
+                         {.parts = std::move(parts),
+                          .in_features = in,
+                          .dtype = spec_.dtype,
+                          .options = spec_.linear_options_of(module + name),
+                          .name = module + name});
     };
     const int64_t hidden = spec_.hidden_size, values = shape_.value_columns();
     const int64_t heads = shape_.num_value_heads;

@@ -20,14 +20,14 @@ class MlpBlock : public Block {
                            {.parts = {{mlp + "gate_proj", width_}, {mlp + "up_proj", width_}},
                             .in_features = spec_.hidden_size,
                             .dtype = spec_.dtype,
-                            .options = spec_.linear_options,
+                            .options = spec_.linear_options_of(mlp + "gate_up_proj"),
                             .name = mlp + "gate_up_proj",
                             .gated = true});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
                          .in_features = width_,
                          .dtype = spec_.dtype,
-                         .options = spec_.linear_options});
+                         .options = spec_.linear_options_of(mlp + "down_proj")});
   }
 
   void plan(MemoryPlan& plan, ModelState&, const StepLimits& limits) override {

@@ -151,16 +151,16 @@ class MoeBlock : public Block {
   // The experts' part of the checkpoint is that of expert 0: all experts of a layer are alike.
   std::unique_ptr<ExpertLinear> experts(LinearConfig expert) const {
     expert.dtype = spec_.dtype;
-    expert.options = spec_.linear_options;
-    const ExpertsConfig config{
+    ExpertsConfig config{
         .prefix = mlp_ + "experts.", .expert = expert, .num_experts = shape_.num_experts};
-    return make_experts(spec_.linear_method_of(config.prefix_of(0) + expert.stacked_name()),
-                        config);
+    const std::string first = config.prefix_of(0) + expert.stacked_name();
+    config.expert.options = spec_.linear_options_of(first);
+    return make_experts(spec_.linear_method_of(first), config);
   }
 
   std::unique_ptr<LinearMethod> linear(const std::string& module, LinearConfig config) const {
     config.dtype = spec_.dtype;
-    config.options = spec_.linear_options;
+    config.options = spec_.linear_options_of(module);
     return make_linear(spec_.linear_method_of(module), config);
   }
 

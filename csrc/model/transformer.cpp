@@ -30,7 +30,7 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
     head_ = make_linear(spec.linear_method_of(head), {.parts = {{head, spec.vocab_size}},
                                                       .in_features = spec.hidden_size,
                                                       .dtype = spec.dtype,
-                                                      .options = spec.linear_options,
+                                                      .options = spec.linear_options_of(head),
                                                       .has_tensors = !spec.tie_word_embeddings});
   }
 }

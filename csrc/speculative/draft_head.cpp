@@ -13,7 +13,7 @@ DraftHead::DraftHead(const DrafterSpec& spec, const std::vector<int>& vocab_ids,
     linear_ = make_linear(model_.linear_method_of(name), {.parts = {{name, vocab_size_}},
                                                           .in_features = model_.hidden_size,
                                                           .dtype = model_.dtype,
-                                                          .options = model_.linear_options,
+                                                          .options = model_.linear_options_of(name),
                                                           .has_tensors = is_own_});
   }
 }

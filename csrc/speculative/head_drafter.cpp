@@ -12,10 +12,11 @@ HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const
 
 LinearMethod* HeadDrafter::add_fc(const std::string& name, int64_t in_features) {
   const ModelSpec& model = this->model();
-  fcs_.push_back(make_linear(model.linear_method_of(name), {.parts = {{name, model.hidden_size}},
-                                                            .in_features = in_features,
-                                                            .dtype = model.dtype,
-                                                            .options = model.linear_options}));
+  fcs_.push_back(
+      make_linear(model.linear_method_of(name), {.parts = {{name, model.hidden_size}},
+                                                 .in_features = in_features,
+                                                 .dtype = model.dtype,
+                                                 .options = model.linear_options_of(name)}));
   return fcs_.back().get();
 }
 

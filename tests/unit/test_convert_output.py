@@ -329,10 +329,10 @@ def test_writer_checks_chunks(tmp_path: Path, chunk: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: CONVERSION, --src, --dst"),
+        ([], "the following arguments are required: CONVERSION"),
         (["gguf", "--src", "a", "--dst", "b"], "invalid choice: 'gguf'"),
-        (["gptq-to-marlin", "--src", "a"], "required: --dst"),
-        (["gptq-to-marlin", "--src", "a", "--dst", "b", "--dtype", "float16"], "does not apply"),
+        (["gptq-to-marlin", "--src", "a"], "OUT is missing (or --dst)"),
+        (["gptq-to-marlin", "--src", "a", "--dst", "b", "--dtype", "float16"], "applies to"),
         (["minicpm-to-llama", "--src", "a", "--dst", "b", "--overwrit"], "did you mean --overw"),
     ],
 )

@@ -88,7 +88,7 @@ def test_other_quantisers(tmp_path: Path, config: dict[str, Any], what: str) -> 
 @pytest.mark.parametrize(
     ("stated", "what"),
     [
-        ("int-quantized", "W8A8"),
+        ("marlin-24", "4-bit integers with 2:4 sparsity"),
         ("nvfp4-pack-quantized", "NVFP4"),
         ("mxfp4-pack-quantized", "MXFP4"),
     ],

@@ -146,8 +146,19 @@ def test_transforms_of_weights_are_accepted(tiny: TinyCheckpoint, tmp_path: Path
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gptq", {"bits": 8}, "the weights have 8 bits, expected 4"),
-    ("gptq", {"bits": None}, "the weights have None bits, expected 4"),
+    ("gptq", {"bits": 8}, r"scales is float16 \[2, 256\], expected \[1, 256\] .* of 8 bits"),
+    ("gptq", {"bits": None}, "the weights have None bits, expected 4 or 8"),
+    ("gptq", {"bits": 8, "sym": False}, "sym is not true, expected true of 8-bit weights"),
+    ("gptq", {"dynamic": [1]}, r"dynamic is \[1\], expected an object"),
+    ("gptq", {"dynamic": {"+:(": {}}}, "has the rule '.*', which is no regular"),
+    ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "up_proj has a qweight, but the rule '-:"),
+    ("gptq", {"dynamic": {".*up_proj": {"bits": 3}}}, "the weights have 3 bits, expected 4 or 8"),
+    ("gptq", {"dynamic": {".*up_proj": 1}}, "of dynamic is 1, expected an object"),
+    (
+        "gptq",
+        {"dynamic": {".*up_proj": {"sym": False}}},
+        "gate_proj has 4 bits with groups of 128 and .*up_proj has 4 bits .*: they are one matrix",
+    ),
     ("gptq", {"group_size": 64}, "group_size is 64, expected 128, or -1"),
     ("gptq", {"group_size": 32}, "group_size is 32, expected 128, or -1"),
     ("gptq", {"group_size": None}, "group_size is None, expected 128, or -1"),
@@ -161,7 +172,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"version": "gemv"}, "version is 'gemv', expected 'gemm'"),
     ("awq", {"version": "GEMV_fast"}, "version is 'gemv_fast', expected 'gemm'"),
     ("awq", {"zero_point": False}, "zero_point is false, expected true"),
-    ("compressed", {"format": "int-quantized"}, r"format is .int-quantized. \(W8A8: .*, expected"),
     ("compressed", {"format": "marlin-24"}, "format is 'marlin-24'"),
     ("compressed", {"config_groups": {}}, "config_groups is {}, expected a group"),
     ("compressed", {"config_groups": [1]}, r"config_groups is \[1\], expected an object"),
@@ -184,7 +194,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"quant_method": "hqq"}, r"with hqq \(4 bits\), which is not supported"),
 ]
 REFUSED_WEIGHTS: list[tuple[dict[str, Any], str]] = [
-    ({"num_bits": 8}, "the weights have 8 bits"),
+    ({"num_bits": 8}, r"weight_scale is float16 .*, expected \[256, 1\] .* of 8 bits"),
+    ({"num_bits": 8, "symmetric": False}, "symmetric is false, expected true of 8-bit weights"),
+    ({"num_bits": 3}, "the weights have 3 bits, expected 4 or 8"),
     ({"type": "float"}, "the weights are 'float', expected 'int'"),
     ({"strategy": "tensor"}, "strategy is 'tensor', expected 'group' or 'channel'"),
     ({"group_size": 32}, "group_size is 32"),
@@ -291,7 +303,6 @@ def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_pat
     weights = quantise(tiny.weights)
     for groups, message in (
         ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is present"),
-        ({"a": group({}), "b": group({"group_size": -1})}, "config_groups differ"),
         ({"a": group({}, format="nvfp4-pack-quantized")}, "format is 'nvfp4-pack-quantized'"),
     ):
         quant = {"config_groups": groups}
@@ -317,7 +328,9 @@ def test_scales_have_one_dtype(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.scales"
     change = {name: np.ones((2, 352), np.float32)}
     directory = write_w4(tmp_path, tiny.config, weights, "gptq", change=change)
-    with pytest.raises(ValueError, match="scales of 4-bit weights are float16, float32, expected"):
+    with pytest.raises(
+        ValueError, match="scales of integer weights are float16, float32, expected"
+    ):
         plan(directory)
 
 
@@ -348,7 +361,11 @@ def test_names_of_tools_and_kernels(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra_config": {"model.x": {"bits": 8}}}, "gives model.x 8 bits, expected 4 as all"),
+        (
+            {"extra_config": {"model.x": {"bits": 8}}, "packing_format": "auto_round:auto_awq"},
+            "gives model.x 8 bits, expected 4 as all",
+        ),
+        ({"extra_config": {".*up_proj": {"bits": 3}}}, "the weights have 3 bits, expected 4 or 8"),
         ({"packing_format": "auto_round:llm_compressor"}, "quantised with auto-round"),
     ],
 )

@@ -321,7 +321,7 @@ void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
         float scale = scale_of(w, high, row);
         if (w.layout.planes == 2) {
           const uint8_t* low = block_of(w, n / kPackedRows, k / kPackedK + k_blocks);
-          q = 16 * q + nibble_of(low, row, in_block) - 8;
+          q = 16 * q + nibble_of(low, row, in_block) - zero_of(w, low, row);
           scale = scale_of(w, low, row);
         }
         out[i * w.k + k] = from_float<T>(static_cast<float>(q) * scale);

@@ -6,7 +6,9 @@
 //   kOther   what `decode` says: a layout from outside, on the CPU only
 //
 // int4 with two planes has 8 bits: the first K columns hold the high nibbles with 16 times the
-// scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
+// scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119]. With
+// zero points, that of a high nibble is 8, and w = (16 (h - 8) + (l - z)) * scale; if z is 0,
+// w = (q - 128) * scale for all q of 8 bits.
 //
 // To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it
 // needs), and a line in dispatch_unpacker.

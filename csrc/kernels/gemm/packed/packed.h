@@ -88,8 +88,8 @@ inline void check_packed_weight(const PackedWeight& w) {
         of.planes);
   CHECK(of.codes != Codes::kInt4 || of.scale_dtype == DType::kF16 || of.scale_dtype == DType::kBF16,
         "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(of.scale_dtype));
-  CHECK(of.planes == 1 || (of.codes == Codes::kInt4 && !of.zero_points),
-        "a packed W of two planes has zero points or another code than int4, expected neither");
+  CHECK(of.planes == 1 || of.codes == Codes::kInt4,
+        "a packed W of two planes has another code than int4");
   CHECK(of.codes != Codes::kOther || (of.decode != nullptr && of.other_block_bytes > 0),
         "a W in a layout from outside has no decode function or no size, expected both");
   CHECK(of.scale_rows == 1 || of.scale_rows == 8,

@@ -1,0 +1,200 @@
+"""8-bit integers, and modules of different forms in one file: logits of the dequantised twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.harness import DEVICES
+from tests.engine.test_moe_w4 import tiny_moe
+from tests.engine.test_w4 import dense, logits, tolerance
+from tests.reference.engines import extension_or_skip
+from tests.reference.tiny_checkpoints import TinyCheckpoint
+from tests.reference.tiny_mixed import write_mixed
+from tests.tolerances import assert_close
+
+extension_or_skip()
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def gptq(**changes: Any) -> dict[str, Any]:
+    base = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    return {**base, **changes}
+
+
+def group(targets: list[str], form: str, **changes: Any) -> dict[str, Any]:
+    """A group of compressed-tensors for a form of tiny_mixed."""
+    kind, by_row = form.rstrip("c"), form.endswith("c") or form in ("int8", "fp8")
+    weights = {
+        "num_bits": 4 if kind.endswith("4") else 8,
+        "type": "float" if kind == "fp8" else "int",
+        "strategy": "channel" if by_row else "group",
+        "group_size": None if by_row else 128,
+        "symmetric": True,
+    }
+    formats = {"fp8": "float-quantized", "int8": "int-quantized"}
+    activations = {"num_bits": 8, "strategy": "token"} if kind == "int8" else None
+    return {
+        "targets": targets,
+        "weights": {**weights, **changes},
+        "input_activations": activations,
+        "format": formats.get(kind, "pack-quantized"),
+    }
+
+
+def compressed(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    named = {f"group_{i}": each for i, each in enumerate(groups)}
+    stated = groups[0]["format"] if len(groups) == 1 else "mixed-precision"
+    quant = {"quant_method": "compressed-tensors", "format": stated, "config_groups": named}
+    return {**quant, "ignore": ["lm_head"], **changes}
+
+
+def check(
+    root: Path,
+    tiny: TinyCheckpoint,
+    forms: dict[str, str],
+    quant: dict[str, Any],
+    device: str,
+    **settings: Any,
+) -> None:
+    config, weights = tiny.config, tiny.weights
+    found = write_mixed(root / "found", config, weights, forms, quant, **settings)
+    twin = write_mixed(root / "twin", config, weights, forms, None, **settings)
+    assert_close(logits(found, device), logits(twin, device), tolerance(device))
+
+
+EIGHT_BITS = {
+    "gptq8": gptq(bits=8),
+    "gptq8c": gptq(bits=8, group_size=-1),
+    "ct8": compressed(group(["Linear"], "ct8")),
+    "ct8c": compressed(group(["Linear"], "ct8c")),
+    "int8": compressed(group(["Linear"], "int8")),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", EIGHT_BITS)
+def test_8_bits(tmp_path: Path, device: str, form: str, scale_dtype: str) -> None:
+    """K of down_proj and N of gate_up_proj are no block multiples; a layer's o_proj is dense."""
+    tiny = dense(tmp_path, "qwen2")
+    forms = {"layers.1.self_attn.o_proj": "dense", "": form}
+    check(tmp_path, tiny, forms, EIGHT_BITS[form], device, scale_dtype=scale_dtype)
+
+
+@on_devices
+def test_8_bits_in_chunks(tmp_path: Path, device: str) -> None:
+    tiny = dense(tmp_path, "llama")
+    directory = write_mixed(tmp_path, tiny.config, tiny.weights, {"": "gptq8"}, gptq(bits=8))
+    whole = logits(directory, device)
+    for length in (1, 17, 70):
+        assert np.array_equal(logits(directory, device, chunk_length=length), whole)
+
+
+MIXED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "rules of GPTQ": (
+        {"layers.1.self_attn": "dense", "down_proj": "gptq8c", "": "gptq4"},
+        gptq(
+            dynamic={
+                r"-:.*layers\.1\.self_attn": {},
+                r"+:.*\.down_proj": {"bits": 8, "group_size": -1},
+                r".*down": {"bits": 3},  # the first rule that matches counts
+            }
+        ),
+    ),
+    "groups of compressed-tensors": (
+        {
+            "o_proj": "int8",
+            "self_attn": "fp8",
+            "layers.0.mlp.down": "ct4",
+            "down": "ct8c",
+            "": "ct4",
+        },
+        compressed(
+            group(["Linear"], "ct4"),
+            group([r"re:.*down_proj$"], "ct8c"),
+            group([r"re:.*self_attn\.[qkv]_proj"], "fp8"),
+            group(["re:.*o_proj"], "int8"),
+            group(["model.layers.0.mlp.down_proj"], "ct4"),
+        ),
+    ),
+    "names that AWQ does not convert": (
+        {"layers.0.mlp": "dense", "o_proj": "dense", "": "awq4"},
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["layers.0.mlp", "o_proj"],
+        },
+    ),
+    "layers of AutoRound": (
+        {"layers.0.mlp.down_proj": "gptq8", "o_proj": "dense", "": "gptq4"},
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {
+                "model.layers.0.mlp.down_proj": {"bits": 8},
+                ".*o_proj.*": {"bits": 16},
+            },
+        },
+    ),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("name", MIXED)
+def test_modules_of_different_forms(tmp_path: Path, device: str, name: str) -> None:
+    forms, quant = MIXED[name]
+    check(tmp_path, dense(tmp_path, "qwen3"), forms, quant, device)
+
+
+@on_devices
+def test_experts_beside_8_bits(tmp_path: Path, device: str) -> None:
+    """Experts have 4 bits, attention has 8."""
+    quant = gptq(dynamic={r"+:.*self_attn\.": {"bits": 8}})
+    check(tmp_path, tiny_moe(tmp_path), {"self_attn": "gptq8", "": "gptq4"}, quant, device)
+
+
+# ---- refused
+
+
+def refused(root: Path, tiny: TinyCheckpoint, forms: dict[str, str], quant: dict[str, Any]) -> str:
+    directory = write_mixed(root / "bad", tiny.config, tiny.weights, forms, quant)
+    with pytest.raises(ValueError) as error:
+        logits(directory, "cpu")
+    return str(error.value)
+
+
+def test_q_k_and_v_of_different_bits(tmp_path: Path) -> None:
+    forms = {"k_proj": "gptq8", "": "gptq4"}
+    message = refused(
+        tmp_path, dense(tmp_path, "llama"), forms, gptq(dynamic={".*k_proj": {"bits": 8}})
+    )
+    assert "q_proj has 4 bits with groups of 128 and" in message
+    assert "k_proj has 8 bits" in message and "they are one matrix here" in message
+
+
+def test_experts_of_8_bits(tmp_path: Path) -> None:
+    message = refused(tmp_path, tiny_moe(tmp_path), {"": "gptq8"}, gptq(bits=8))
+    assert "experts have no kernels for 8-bit integers" in message
+
+
+def test_a_module_of_no_group(tmp_path: Path) -> None:
+    quant = compressed(group([r"re:.*mlp\."], "ct4"))
+    message = refused(tmp_path, dense(tmp_path, "llama"), {"": "ct4"}, quant)
+    assert "self_attn" in message and "no group of config_groups with this format" in message
+
+
+def test_zero_points_of_8_bits(tmp_path: Path) -> None:
+    tiny = dense(tmp_path, "llama")
+    message = refused(tmp_path, tiny, {"": "gptq8"}, gptq(bits=8, checkpoint_format="gptq_v2"))
+    assert "has the zero point 127, expected 128 everywhere" in message
