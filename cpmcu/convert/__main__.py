@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cpmcu.convert.output import Converted
 
 CONVERSIONS = {
-    "quantize": "a model of 16 bits to 4-bit GPTQ",
+    "quantize": "a model of 16 bits to GPTQ of 4 or 8 bits",
     "gptq-to-marlin": "4-bit GPTQ models and EAGLE heads to CPM.cu's Marlin format",
     "minicpm-to-llama": "a MiniCPM to an equivalent Llama",
 }
@@ -41,7 +41,7 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 _OWN = {
     "dtype": "minicpm-to-llama",
     **dict.fromkeys(
-        ("method", "group_size", "calibration", "calibration_tokens", "verify", "device"),
+        ("method", "bits", "group_size", "calibration", "calibration_tokens", "verify", "device"),
         "quantize",
     ),
 }
@@ -126,6 +126,7 @@ def _add_quantize_flags(parser: FlagParser) -> None:
         choices=("rtn", "gptq"),
         help="rtn: round to nearest (default); gptq: after a calibration text",
     )
+    group.add_argument("--bits", type=int, metavar="N", help="of a weight: 4 (default) or 8")
     group.add_argument(
         "--group-size",
         type=int,
@@ -196,7 +197,7 @@ def _quantize(display: Display, parsed: argparse.Namespace, overwrite: bool) -> 
         from cpmcu.convert.quantize import QuantizeOptions, quantize, read_text
     except ImportError as error:
         raise ImportError(f"quantize needs torch ({error}): pip install 'cpmcu[torch]'") from error
-    names = ("method", "group_size", "calibration", "calibration_tokens")
+    names = ("method", "bits", "group_size", "calibration", "calibration_tokens")
     given = {name: getattr(parsed, name) for name in names}
     options = QuantizeOptions(
         device=device, **{name: value for name, value in given.items() if value is not None}

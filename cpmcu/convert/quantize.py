@@ -1,4 +1,4 @@
-"""Quantises the linear layers of a model to 4 bits and writes a GPTQ checkpoint.
+"""Quantises the linear layers of a model to 4 or 8 bits and writes a GPTQ checkpoint.
 
 | method | how a weight is rounded |
 |---|---|
@@ -46,6 +46,7 @@ from cpmcu.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 METHODS = ("rtn", "gptq")
+BITS = (4, 8)
 GROUP_SIZES = (GROUP_SIZE, CHANNEL_WISE)
 DAMPING = 0.01
 WINDOW = 512  # tokens of a calibration text
@@ -63,6 +64,7 @@ class QuantizeOptions:
     """How to quantise. Raises ValueError for values that do not go together."""
 
     method: str = "rtn"
+    bits: int = 4
     group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
     calibration: Path | None = None  # text file, required by gptq
     calibration_tokens: int = CALIBRATION_TOKENS  # most tokens of the text that are used
@@ -71,6 +73,8 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected {' or '.join(METHODS)}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits is {self.bits}, expected {' or '.join(map(str, BITS))}")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"group_size is {self.group_size}, expected {GROUP_SIZE}, or {CHANNEL_WISE} for "
@@ -91,7 +95,7 @@ class QuantizeOptions:
         """quantization_config of the output."""
         by_gptq = {"damp_percent": DAMPING, "true_sequential": True}
         return {
-            "bits": 4,
+            "bits": self.bits,
             "checkpoint_format": "gptq",
             "desc_act": False,
             "group_size": self.group_size,
@@ -164,7 +168,10 @@ def quantize(
 
 
 def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
-    notes = [f"{len(model.modules)} linear layers have 4 bits, the other tensors are as they were"]
+    notes = [
+        f"{len(model.modules)} linear layers have {options.bits} bits, the other tensors are as "
+        "they were"
+    ]
     odd = next((m for m, (_, k) in _sizes(model).items() if k % options.group(k)), None)
     if odd is not None:
         notes.append(
@@ -204,6 +211,8 @@ def _open(path: Path, options: QuantizeOptions) -> _Source:
                 "one matrix for each expert"
             )
         modules[module] = parts
+    if options.bits == 8 and any(".experts." in module for module in modules):
+        raise ValueError("bits is 8, expected 4: experts have no kernels for 8-bit integers")
     if not modules:
         raise ValueError("no linear layer was found, expected tensors such as q_proj.weight")
     return _Source(path, files, config, checkpoint, fields, modules)
@@ -245,7 +254,8 @@ def _to_nearest(
         for module, (_, k) in sizes.items():
             weight = model.weight(module).to(options.device)
             group = options.group(k)
-            done[module] = round_to_nearest(weight, group, best_scales(weight, group, step=0.5))
+            scales = best_scales(weight, group, step=0.5, bits=options.bits)
+            done[module] = round_to_nearest(weight, group, scales, options.bits)
             steps.done(module)
     return done
 
@@ -271,7 +281,8 @@ def _by_gptq(
                 for module in taken:
                     assert gram is not None
                     weight = model.weight(module).to(device)
-                    made = gptq(weight, gram, options.group(weight.shape[1]), DAMPING)
+                    group = options.group(weight.shape[1])
+                    made = gptq(weight, gram, group, DAMPING, bits=options.bits)
                     _replace(layer, model.modules[module], made.dequantize())  # noqa: B023
                     done[module] = made
                     steps.done(module)

@@ -1,9 +1,10 @@
-"""4-bit weights: rounding by GPTQ, and the tensors of a GPTQ checkpoint.
+"""Weights of 4 or 8 bits: rounding by GPTQ, and the tensors of a GPTQ checkpoint.
 
 A matrix W [N, K] becomes integers q in 0..15 and one scale for each `group` inputs of a row (the
-last group may be shorter): w = (q - 8) * scale. GPTQ (Frantar et al., arXiv:2210.17323) rounds one
-column after another. It compensates the rounding error of a column in the later columns, so that
-the layer's outputs X W^T change least. The inputs X enter as H = X^T X.
+last group may be shorter): w = (q - 8) * scale; with 8 bits q in 0..255, w = (q - 128) * scale.
+GPTQ (Frantar et al., arXiv:2210.17323) rounds one column after another. It compensates the rounding
+error of a column in the later columns, so that the layer's outputs X W^T change least. The inputs X
+enter as H = X^T X.
 
 This file makes two choices. Scales are fixed before any column is rounded. So columns are rounded
 in order of descending diag(H), while a group stays `group` adjacent columns (desc_act false,
@@ -22,33 +23,43 @@ import torch
 from torch import Tensor
 
 from cpmcu.quant.gptq import stored_format
-from cpmcu.quant.packing import pack_gptq, pack_gptq_zeros, unpack_gptq, unpack_gptq_zeros
+from cpmcu.quant.packing import (
+    pack_gptq,
+    pack_gptq_8,
+    pack_gptq_zeros,
+    unpack_gptq,
+    unpack_gptq_zeros,
+)
 
-LOWEST, HIGHEST = -8, 7
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 _SMALLEST_SCALE = 2.0**-14  # the smallest normal float16
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """q uint8 [K, N] of 0..15, scales float16 [G, N], w = (q - 8) * scale."""
+    """q uint8 [K, N], scales float16 [G, N], w = (q - 2^(bits - 1)) * scale."""
 
     q: Tensor
     scales: Tensor
     group: int
+    bits: int = 4
 
     def dequantize(self) -> Tensor:
         """W, float32 [N, K]."""
         scales = self.scales.float().repeat_interleave(self.group, dim=0)[: len(self.q)]
-        return ((self.q.float() - 8) * scales).T.contiguous()
+        return ((self.q.float() - (1 << self.bits - 1)) * scales).T.contiguous()
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns GPTQ's tensors by suffix. Raises ValueError unless 8 divides N and K."""
         inputs = torch.arange(len(self.q), dtype=torch.int32)
-        zeros = np.full(self.scales.shape, 8, np.uint8)
+        q = self.q.cpu().numpy()
+        zeros = np.full(self.scales.shape, 1 << self.bits - 1, np.uint8)
+        eight = self.bits == 8
         return {
-            "qweight": torch.from_numpy(pack_gptq(self.q.cpu().numpy())),
-            "qzeros": torch.from_numpy(pack_gptq_zeros(zeros)),
+            "qweight": torch.from_numpy(pack_gptq_8(q) if eight else pack_gptq(q)),
+            "qzeros": torch.from_numpy(
+                pack_gptq_8(zeros.T - np.uint8(1)).T if eight else pack_gptq_zeros(zeros)
+            ),
             "scales": self.scales.cpu().contiguous(),
             "g_idx": inputs // self.group,
         }
@@ -97,20 +108,33 @@ def _scale(values: Tensor) -> Tensor:
     return values.clamp_min(_SMALLEST_SCALE).to(torch.bfloat16).float()
 
 
-def peak_scales(weight: Tensor, group: int) -> Tensor:
-    """Returns scales [G, N] that map the largest magnitude of each group to 7."""
+def _highest(bits: int) -> int:
+    """The largest level; the smallest is one more below 0."""
+    return (1 << bits - 1) - 1
+
+
+def peak_scales(weight: Tensor, group: int, bits: int = 4) -> Tensor:
+    """Returns scales [G, N] that map the largest magnitude of each group to the highest level."""
     parts = torch.split(weight, group, dim=1)
-    return torch.stack([_scale(part.abs().amax(1) / HIGHEST) for part in parts])
+    return torch.stack([_scale(part.abs().amax(1) / _highest(bits)) for part in parts])
 
 
 def best_scales(
-    weight: Tensor, group: int, importance: Tensor | None = None, step: float = 1 / 8
+    weight: Tensor,
+    group: int,
+    importance: Tensor | None = None,
+    step: float = 1 / 8,
+    bits: int = 4,
 ) -> Tensor:
     """Returns scales [G, N] from peak / 7 to peak / 14 with the least squared rounding error.
 
     A smaller scale clips the largest weights and gives the others finer steps. `importance` [K]:
-    weights of the inputs in the error. Divisors of the peak are `step` apart.
+    weights of the inputs in the error. Divisors of the peak are `step` apart. With 8 bits they are
+    127 to 159, and 127 / 7 steps apart.
     """
+    highest = _highest(bits)
+    last = 2 * highest if bits == 4 else 1.25 * highest
+    divisors = torch.arange(highest, last, step * highest / 7).tolist()
     chosen = []
     start = 0
     for part in torch.split(weight, group, dim=1):
@@ -118,10 +142,11 @@ def best_scales(
         weigh = 1.0 if importance is None else importance[start : start + inputs].to(part)
         peak = part.abs().amax(1)
         best = torch.full_like(peak, torch.inf)
-        scales = _scale(peak / HIGHEST)
-        for levels in torch.arange(HIGHEST, 2 * HIGHEST, step).tolist():
-            scale = _scale(peak / levels)
-            error = (weigh * (part - _levels(part, scale[:, None]) * scale[:, None]) ** 2).sum(1)
+        scales = _scale(peak / highest)
+        for divisor in divisors:
+            scale = _scale(peak / divisor)
+            rounded = _levels(part, scale[:, None], bits) * scale[:, None]
+            error = (weigh * (part - rounded) ** 2).sum(1)
             better = error < best
             best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
         chosen.append(scales)
@@ -132,21 +157,29 @@ def best_scales(
 # ---- rounding
 
 
-def _levels(values: Tensor, scales: Tensor) -> Tensor:
-    return (values / scales).round().clamp(LOWEST, HIGHEST)
+def _levels(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    highest = _highest(bits)
+    return (values / scales).round().clamp(-highest - 1, highest)
 
 
-def round_to_nearest(weight: Tensor, group: int, scales: Tensor | None = None) -> Quantized:
+def round_to_nearest(
+    weight: Tensor, group: int, scales: Tensor | None = None, bits: int = 4
+) -> Quantized:
     """Rounds each weight of W [N, K] to nearest. `scales` [G, N]: default `peak_scales`."""
     weight = weight.detach().float()
-    scales = peak_scales(weight, group) if scales is None else scales
+    scales = peak_scales(weight, group, bits) if scales is None else scales
     wide = scales.repeat_interleave(group, dim=0)[: weight.shape[1]]
-    q = (_levels(weight.T, wide) + 8).to(torch.uint8)
-    return Quantized(q, scales.to(torch.float16), group)
+    q = (_levels(weight.T, wide, bits) + (1 << bits - 1)).to(torch.uint8)
+    return Quantized(q, scales.to(torch.float16), group, bits)
 
 
 def gptq(
-    weight: Tensor, gram: Tensor, group: int, damping: float = 0.01, block: int = 128
+    weight: Tensor,
+    gram: Tensor,
+    group: int,
+    damping: float = 0.01,
+    block: int = 128,
+    bits: int = 4,
 ) -> Quantized:
     """Rounds W [N, K] so that X W^T changes little, given gram = X^T X [K, K].
 
@@ -158,7 +191,7 @@ def gptq(
         raise ValueError(f"gram is {list(gram.shape)}, expected [{inputs}, {inputs}]")
     weight = weight.detach().float()
     gram = _damped(gram.double(), damping)
-    scales = best_scales(weight, group, gram.diagonal())
+    scales = best_scales(weight, group, gram.diagonal(), bits=bits)
     order = gram.diagonal().argsort(descending=True, stable=True)
     group_of = order // group
     factor = _inverse_factor(gram[order][:, order]).float()
@@ -170,13 +203,13 @@ def gptq(
         errors = torch.empty(rows, end - begin, device=weight.device)
         for j in range(begin, end):
             scale = scales[group_of[j]]
-            level = _levels(left[:, j], scale)
-            q[order[j]] = (level + 8).to(torch.uint8)
+            level = _levels(left[:, j], scale, bits)
+            q[order[j]] = (level + (1 << bits - 1)).to(torch.uint8)
             error = (left[:, j] - level * scale) / factor[j, j]
             left[:, j + 1 : end] -= torch.outer(error, factor[j, j + 1 : end])
             errors[:, j - begin] = error
         left[:, end:] -= errors @ factor[begin:end, end:]
-    return Quantized(q, scales.to(torch.float16), group)
+    return Quantized(q, scales.to(torch.float16), group, bits)
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:

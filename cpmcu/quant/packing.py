@@ -35,6 +35,14 @@ def pack_gptq(q: U8) -> I32:
     return join_nibbles(q.reshape(q.shape[0] // 8, 8, q.shape[1]).swapaxes(1, 2))
 
 
+def pack_gptq_8(q: U8) -> I32:
+    """q [K, N] of 8 bits -> qweight [K / 4, N]: byte i of row r is k = 4 r + i."""
+    check_multiple("K", q.shape[0], 4)
+    quads = np.ascontiguousarray(q.reshape(q.shape[0] // 4, 4, q.shape[1]).swapaxes(1, 2))
+    words: I32 = quads.view("<i4")[..., 0]
+    return words
+
+
 def unpack_gptq(qweight: I32) -> U8:
     """qweight [K / 8, N] -> q [K, N]."""
     q: U8 = split_nibbles(qweight).swapaxes(1, 2).reshape(8 * qweight.shape[0], qweight.shape[1])

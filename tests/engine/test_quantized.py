@@ -17,9 +17,11 @@ from tests.reference.tiny_checkpoints import write_tiny
 from tests.tolerances import LOGITS, assert_close
 
 torch = pytest.importorskip("torch")
+from cpmcu.convert import quantize as quantize_module  # noqa: E402
 from cpmcu.convert.dense_layers import STAGES, DenseLayers  # noqa: E402
 from cpmcu.convert.quantize import QuantizeOptions, quantize  # noqa: E402
-from cpmcu.convert.rounding import dequantize_state  # noqa: E402
+from cpmcu.convert.rounding import SUFFIXES, dequantize_state  # noqa: E402
+from tests.reference.tiny_mixed import decode  # noqa: E402
 
 extension_or_skip()
 
@@ -46,6 +48,36 @@ def test_layers_compute_what_the_engine_does(tmp_path: Path, name: str) -> None:
     hidden = hidden * tiny.weights["model.norm.weight"] * fields.logit_scale
     head = "model.embed_tokens.weight" if fields.tie_word_embeddings else "lm_head.weight"
     assert_close(hidden @ tiny.weights[head].T, engine_logits(tmp_path, ids), LOGITS["float32"])
+
+
+@pytest.mark.parametrize("group_size", [128, -1])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_8_bits(tmp_path: Path, method: str, group_size: int) -> None:
+    """The logits are those of the twin, and close to the original's."""
+    from safetensors.torch import load_file, save_file
+
+    write_tiny(tmp_path / "in", "qwen3", hidden_size=128)
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    options = QuantizeOptions(method=method, bits=8, group_size=group_size, calibration=text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_module, "read_text", lambda *_: random_ids(200, 60))
+        quantize(str(tmp_path / "in"), tmp_path / "out", options)
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    twin = {name: tensor for name, tensor in state.items() if "_proj." not in name}
+    for name in state:
+        if name.endswith(".qweight"):
+            module = name.removesuffix(".qweight")
+            parts = {part: state[f"{module}.{part}"] for part in SUFFIXES}
+            twin[f"{module}.weight"] = torch.from_numpy(decode("gptq8", parts)).float()
+    write_tiny(tmp_path / "twin", "qwen3", hidden_size=128)
+    save_file(twin, tmp_path / "twin" / "model.safetensors")
+    ids = random_ids(200, LENGTH)
+    found, expected, original = (
+        engine_logits(tmp_path / each, ids, dtype="float32") for each in ("out", "twin", "in")
+    )
+    assert_close(found, expected, LOGITS["float32"])
+    assert 0 < np.abs(found - original).max() < 0.02 * np.abs(original).max()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen3moe"])

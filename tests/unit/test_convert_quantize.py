@@ -154,6 +154,7 @@ def test_windows_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--bits", "3"], "--bits is 3, expected 4 or 8"),
         (["--group-size", "64"], "--group-size is 64, expected 128, or -1 for whole rows"),
         (["--method", "gptq"], r"--method is 'gptq', expected a calibration text"),
         (["--verify"], "--verify is set without a text"),
@@ -188,6 +189,11 @@ def refused(source: Path, **options: Any) -> str:
         quantize(str(source), source.parent / "out", QuantizeOptions(**options))
     assert not (source.parent / "out").exists()
     return str(error.value)
+
+
+def test_8_bits_of_experts(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "in", "qwen3moe")
+    assert "bits is 8, expected 4: experts" in refused(tmp_path / "in", bits=8)
 
 
 def test_a_quantised_source(tmp_path: Path) -> None:
