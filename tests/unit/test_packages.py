@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def test_a_wheel_runs_without_compilers(unpacked, tmp_path):
     build = ("setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path)
     run(sys.executable, *build, cwd=unpacked, env={**os.environ, **local})
     (wheel,) = tmp_path.glob(f"cpmcu-{cpmcu.__version__}+cpu-*.whl")
+    assert not names_below(ROOT / "cpmcu") - set(zipfile.ZipFile(wheel).namelist())
 
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
