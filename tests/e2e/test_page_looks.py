@@ -198,3 +198,62 @@ def test_the_page_behind_the_open_list_is_inert(driver, scripted):
     assert page.run("return [$('side').inert, $('page').inert]") == [False, True]
     page.click("New conversation")
     assert page.run("return [$('side').inert, $('page').inert]") == [True, False]
+
+
+LONG = """
+let last = null;
+for (let i = 0; i < 100; i++) {
+  const asked = current.add(last, {role: "user", text: `Question ${i}`});
+  const text = `${arguments[0]}\n\nEnd of ${i}.`;
+  last = current.add(asked, {role: "assistant", text, end: "stop"});
+}
+chats.save(current);
+openChat(current);
+"""
+PART = "## Part\n\n" + "Some words and `code`. " * 60 + "\n\n```py\nreturn 1\n```\n\n- a\n- $x^2$"
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_long_conversation_opens_at_its_end_and_scrolls(driver, scripted, size):
+    from selenium.webdriver.common.keys import Keys
+
+    page = Page(driver, scripted, size)
+    page.ready()
+    page.run(LONG, PART)
+    inside = """
+        const log = $("log").getBoundingClientRect();
+        const box = views.at(arguments[0]).actions.getBoundingClientRect();
+        return box.height > 0 && box.top >= log.top && box.bottom <= log.bottom;
+    """
+    page.wait(lambda: page.run(inside, -1))
+    page.find("#log").send_keys(Keys.HOME)
+    page.wait(lambda: page.run(inside, 0))
+    assert page.find("#to-end").is_displayed()
+    page.click("To the end")
+    page.wait(lambda: page.run(inside, -1))
+
+
+def test_one_more_token_changes_the_last_blocks_only(driver, scripted):
+    page = Page(driver, scripted)
+    page.ready()
+    page.run(LONG, PART)
+    page.wait(lambda: page.run("return !colouring.waiting.size"))
+    places = page.run(
+        """
+        const view = views.at(-1);
+        const observer = new MutationObserver(() => {});
+        const all = { subtree: true, childList: true, characterData: true, attributes: true };
+        observer.observe($("turns"), all);
+        for (const word of [" One", " more", "\\n- item", " $y$"]) {
+          view.turn.text += word;
+          view.update();
+        }
+        const changed = [...view.body.children].slice(-2);
+        changed.push(view.numbers, view.problem);
+        const within = ({ target }) => changed.some((each) => each.contains(target));
+        const rest = observer.takeRecords().filter((each) => !within(each));
+        return rest.map(({ target }) => target.outerHTML ?? target.data);
+        """
+    )
+    assert len(places) == 1, places  # the new list joins the answer
+    assert places[0].startswith('<div class="text"')

@@ -63,8 +63,19 @@ function copyBySelection(text) {
   return done;
 }
 
-/** Returns a function that calls `act` at most once a frame. */
+const SHORT = 8;  // ms
+
+/** Returns a function that calls `act` at most once a frame, and less often if `act` takes long. */
 function perFrame(act) {
   let frame = 0;
-  return () => { frame ||= requestAnimationFrame(() => { frame = 0; act(); }); };
+  let next = 0;
+  const run = (now) => {
+    if (now < next) { frame = requestAnimationFrame(run); return; }
+    frame = 0;
+    const begin = performance.now();
+    act();
+    const spent = performance.now() - begin;
+    next = spent > SHORT ? begin + 4 * spent : 0;
+  };
+  return () => { frame ||= requestAnimationFrame(run); };
 }

@@ -5,6 +5,8 @@ const model = { name: "", context: 0, chats: true, thinks: false };
 let current = null;   // the open conversation
 let views = [];       // views of its turns
 let draftTimer = 0;
+const SETTLING = 1000;    // ms after a conversation is opened
+let opened = -SETTLING;   // time of that
 let connecting = false;
 let saidOfServer = "";
 
@@ -63,6 +65,7 @@ function openChat(conversation) {
   showChat();
   showList();
   toEnd();
+  opened = performance.now();
   $("to-end").hidden = true;
 }
 
@@ -290,6 +293,11 @@ for (const button of $("modes").children) {
 let staysAtEnd = true;
 $("log").addEventListener("scroll", () => { staysAtEnd = $("to-end").hidden = atEnd(); });
 new ResizeObserver(() => { if (staysAtEnd) toEnd(); }).observe($("log"));
+// Turns get their heights when they come in sight. An opened conversation stays at its end meanwhile.
+new ResizeObserver(() => { if (performance.now() < opened + SETTLING) toEnd(); }).observe($("turns"));
+for (const kind of ["wheel", "pointerdown", "keydown"]) {
+  addEventListener(kind, () => { opened = -SETTLING; }, { capture: true, passive: true });
+}
 $("to-end").addEventListener("click", toEnd);
 
 document.addEventListener("keydown", (event) => {

@@ -19,6 +19,7 @@ class TurnView {
       this.body.classList.add("plain", "mono");
       this.body.append(make("span", { class: "given" }, this.given.text), "");
     }
+    this.element.style.containIntrinsicBlockSize = `auto ${heightOf(turn.text)}rem`;
     this.update();
   }
 
@@ -45,8 +46,9 @@ class TurnView {
     const busy = Boolean(this.answering);
     this.element.classList.toggle("busy", busy);
     this.body.hidden = !this.body.textContent && this.body.childElementCount === 0;
-    this.problem.textContent = turn.problem || (this.isBlank ? "The model ended its answer at once." : "");
-    this.problem.hidden = !this.problem.textContent;
+    const problem = turn.problem || (this.isBlank ? "The model ended its answer at once." : "");
+    if (this.problem.textContent !== problem) this.problem.textContent = problem;
+    this.problem.hidden = !problem;
     this.numbers.textContent = turn.role === "user" ? "" : sentenceOf(turn, this.answering);
     this.showActions();
   }
@@ -141,6 +143,11 @@ class TurnView {
     fit(field);
     field.focus();
   }
+}
+
+/** Estimates the height of a turn that has not been in sight yet, in rem. */
+function heightOf(text) {
+  return text.split("\n").reduce((sum, line) => sum + 1.6 * Math.max(0.5, Math.ceil(line.length / 90)), 3);
 }
 
 let spoken = null;  // the turn that is announced to screen readers
