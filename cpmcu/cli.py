@@ -146,6 +146,8 @@ def _configs(
             code = _completes_code(parsed.model)
             parsed.max_tokens = SHIPPED_TOKENS if code else DEFAULT_TOKENS
         options, params = from_flags(CliOptions, parsed), from_flags(SamplingParams, parsed)
+        if params.max_tokens == 0:
+            raise ValueError("max_tokens is 0, but must be at least 1")
         if params.n > 1 and not options.json and options.batch is None:
             raise ValueError(f"n is {params.n} without --json: several outputs need it")
         if parsed.max_num_seqs is None and options.batch is None and not options.json:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import queue
 import threading
 import weakref
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
@@ -22,6 +21,7 @@ from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
 from cpmcu.sampling import SamplingParams, to_engine
 from cpmcu.shipped import shipped_model
 from cpmcu.spec_metrics import AcceptanceCounter
+from cpmcu.streaming import ChunkStream
 from cpmcu.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
@@ -178,10 +178,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         on_prefill: OnPrefill | None = None,
-    ) -> Generator[StreamChunk, None, None]:
-        """Completes a prompt, or answers a conversation, as an iterator of StreamChunks.
+    ) -> ChunkStream:
+        """Completes a prompt, or answers a conversation, for a `for` or an `async for` loop.
 
-        Field `result` of the last chunk holds the whole RequestOutput. Closing the iterator early
+        Field `result` of the last StreamChunk holds the whole RequestOutput. Leaving the loop early
         cancels the request. `on_prefill(done, total)` gets counts of prompt tokens; the engine
         thread calls it. Raises the errors of `generate`.
         """
@@ -190,9 +190,17 @@ class LLM:
         else:
             ids = self.tokenize(prompt)  # type: ignore[arg-type]
         params = self._resolve(sampling_params)
-        results: queue.SimpleQueue[StreamChunk | Exception] = queue.SimpleQueue()
-        requests = self.prepare(ids, params, results.put, on_prefill)
-        return self._stream(requests, results, ids, params)
+
+        def complete(chunk: StreamChunk, requests: Sequence[Request], last: bool) -> StreamChunk:
+            if chunk.logprobs:
+                chunk = dataclasses.replace(chunk, logprobs=self._with_texts(chunk.logprobs))
+            if last:
+                chunk = dataclasses.replace(chunk, result=self.result(ids, params, requests))
+            return chunk
+
+        return ChunkStream(
+            lambda emit: self.prepare(ids, params, emit, on_prefill), self._submit_first, complete
+        )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a text prompt, special tokens included. Token ids are returned unchanged.
@@ -260,7 +268,7 @@ class LLM:
                 "tokens"
             )
         room = self.max_length - len(prompt)
-        limit = min(room, params.max_tokens or room)
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
         least = self._min_tokens(params.min_tokens, stop_ids)
@@ -274,7 +282,7 @@ class LLM:
         return [
             Request(
                 prompt,
-                to_engine(params, index, vocab_size, stop_ids=stop_ids, max_tokens=limit),
+                to_engine(params, index, vocab_size, stop_ids=stop_ids, max_tokens=max(limit, 1)),
                 detokenizer=Detokenizer(decode, prompt),
                 stop_strings=StopStrings(params.stop_strings),
                 stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
@@ -374,44 +382,20 @@ class LLM:
                 f"there are {len(sampling_params)} sampling parameters for {len(prompts)} prompts"
             )
         params = [self._resolve(each) for each in sampling_params]
-        results: queue.SimpleQueue[StreamChunk | Exception] = queue.SimpleQueue()
-        jobs = [self.prepare(ids, each, results.put) for ids, each in zip(prompts, params)]
-        for _ in self._follow([request for job in jobs for request in job], results):
+        jobs: list[list[Request]] = []
+
+        def prepare(emit: Emit) -> list[Request]:
+            jobs.extend(self.prepare(ids, each, emit) for ids, each in zip(prompts, params))
+            return [request for job in jobs for request in job]
+
+        for _ in ChunkStream(prepare, self._submit_first, lambda chunk, requests, last: chunk):
             pass
         return [self.result(*each) for each in zip(prompts, params, jobs)]
 
-    def _stream(
-        self,
-        requests: list[Request],
-        results: queue.SimpleQueue[StreamChunk | Exception],
-        prompt: list[int],
-        params: SamplingParams,
-    ) -> Generator[StreamChunk, None, None]:
-        for chunk, last in self._follow(requests, results):
-            if chunk.logprobs:
-                chunk = dataclasses.replace(chunk, logprobs=self._with_texts(chunk.logprobs))
-            if last:
-                chunk = dataclasses.replace(chunk, result=self.result(prompt, params, requests))
-            yield chunk
-
-    def _follow(
-        self, requests: list[Request], results: queue.SimpleQueue[StreamChunk | Exception]
-    ) -> Iterator[tuple[StreamChunk, bool]]:
-        """Yields (chunk, is it the last one?). Closing the iterator cancels the requests."""
-        left = len(requests)
+    def _submit_first(self, requests: Sequence[Request]) -> None:
+        """Submits requests whose chunks the caller waits for."""
         self._runner.check_waiter()
-        try:
-            if requests:
-                self.submit(requests)
-            while left:
-                item = results.get()
-                if isinstance(item, Exception):
-                    raise item
-                left -= item.finish_reason is not None
-                yield item, left == 0
-        finally:
-            for request in requests:
-                request.cancel()
+        self.submit(requests)
 
     def result(
         self, prompt: list[int], params: SamplingParams, requests: Sequence[Request]

@@ -41,6 +41,8 @@ class SamplingParams:
     The same `seed` gives the same text, with or without speculation. If `seed` is None, each prompt
     draws a random 64-bit seed and reports it in `RequestOutput.seed`. Choice i of `n` uses random
     stream i of the seed.
+
+    If `max_tokens` is 0, the prompt is scored (`prompt_logprobs`) and no token is generated.
     """
 
     temperature: float | None = option(
@@ -123,7 +125,7 @@ class SamplingParams:
         _in_range("top_k", self.top_k, 0, math.inf)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("seed", self.seed, 0, SEED_LIMIT - 1)
-        _in_range("max_tokens", self.max_tokens, 1, math.inf)
+        _in_range("max_tokens", self.max_tokens, 0, math.inf)
         _in_range("min_tokens", self.min_tokens, 0, math.inf)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -139,6 +141,11 @@ class SamplingParams:
             if wanted is not None and wanted > MAX_LOGPROBS:
                 raise ValueError(f"{name} is {wanted}, but must be at most {MAX_LOGPROBS}")
         _in_range("n", self.n, 1, math.inf)
+        if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
+            raise ValueError(
+                "max_tokens is 0, but must be a finite number at least 1 unless prompt_logprobs is "
+                "given and n is 1"
+            )
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(

@@ -88,6 +88,11 @@ class Request:
         return self.finish is not None or self.error is not None
 
     @property
+    def only_scored(self) -> bool:
+        """Is no token wanted, only log-probabilities of the prompt?"""
+        return self.max_tokens == 0
+
+    @property
     def is_masked(self) -> bool:
         """Does a grammar or `min_tokens` restrict the next token?"""
         return self.grammar is not None or self._is_short
@@ -182,6 +187,11 @@ class Request:
         text, stop = self._push([], final=True)
         self.finish = Finish(reason) if stop is None else Finish("stop", stop)
         self._send(text, [], [])
+
+    def end_scored(self) -> None:
+        """Ends a request for log-probabilities of the prompt alone."""
+        self._first = self._last = time.perf_counter()
+        self.end("length")
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an exception."""

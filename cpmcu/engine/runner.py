@@ -333,6 +333,8 @@ class Runner:
                 _, chunk, emits = step.chunks[i]
                 sequence.read += len(chunk)
                 sequence.request.prefilled(sequence.read)
+                if sequence.request.only_scored and sequence.read + 1 == len(sequence.tokens):
+                    sequence.request.end_scored()
             sequence.in_flight -= emits
             if sequence.released:  # it ended while this step was in flight
                 continue

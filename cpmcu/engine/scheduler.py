@@ -60,6 +60,11 @@ class Sequence:
         return len(self.tokens) - self.sent
 
     @property
+    def unread(self) -> int:
+        """Tokens of coming prefill steps. If only scores are wanted, the last one is not read."""
+        return self.rest - self.request.only_scored
+
+    @property
     def wants_scores(self) -> bool:
         """Are log-probabilities of the prompt requested and not yet computed?"""
         return self.request.num_prompt_logprobs is not None and not self.request.tokens
@@ -211,6 +216,9 @@ class Scheduler:
             if self._cache is not None and sequence.prefix is not None:
                 self._cache.restore(sequence.prefix, sequence.slot, len(sequence.tokens))
             sequence.request.start(sequence.read)
+            if sequence.unread == 0:  # a prompt of one token, without any score
+                sequence.request.end_scored()
+                self.release(sequence)
             return
         if len(self.active) > 1:  # a drafter needs more pages than the tokens: wait for them
             self.release(sequence)
@@ -291,7 +299,7 @@ class Scheduler:
         return True
 
     def _prefill(self) -> Step | None:
-        unread = [sequence for sequence in self.active if sequence.rest > 0]
+        unread = [sequence for sequence in self.active if sequence.unread > 0]
         scored = [s for s in unread if s.rest > 1 and s.wants_scores]
         others = [s for s in unread if s not in scored]
         room = self._room()

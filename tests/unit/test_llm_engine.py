@@ -105,6 +105,8 @@ def test_logprobs_of_a_prompt_have_texts(llm):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     first, *others = llm.generate("def f(x):", params)[0].prompt_logprobs
     assert first is None
+    scored = llm.generate("def f(x):", dataclasses.replace(params, max_tokens=0))[0]
+    assert scored.prompt_logprobs == [first, *others] and not scored.outputs[0].token_ids
     assert "".join(entry.text for entry in others) in "def f(x):"
     assert all(len(entry.top_texts) == 2 and all(entry.top_texts) for entry in others)
 

@@ -27,7 +27,7 @@ ORDER = [
     "engine",
     "loading",
     "convert",
-    "llm llm_arguments engine.prefix.make",
+    "llm llm_arguments streaming engine.prefix.make",
     "answering batch benchmarks chat serving",
     "bench cli server",
     "__main__ completion",
