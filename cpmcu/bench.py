@@ -149,7 +149,7 @@ def run(config: EngineConfig, options: BenchOptions, progress: BenchProgress) ->
         "prefix_cache": config.prefix_cache,
     }
     if options.drafters:
-        return result | run_drafters(config, options.decode)
+        return result | run_drafters(config, options.decode, progress)
     progress.note("measuring the device's bandwidth")
     ceilings = C.ceilings(device, config.device_index)
     result |= {
@@ -295,13 +295,14 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(parser.named(sentence(error)))
     try:
+        progress = BenchProgress()
         if options.needle:
             from cpmcu.benchmarks import needle  # imports numpy
 
-            result = needle.run_needle(config, options.lengths, options.needle_texts)
+            lengths, num_texts = options.lengths, options.needle_texts
+            result = needle.run_needle(config, lengths, num_texts, progress)
             text = needle.needle_table(result)
         else:
-            progress = BenchProgress()
             with progress.watched():
                 result = run(config, options, progress)
             text = table(result)

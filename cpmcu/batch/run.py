@@ -79,7 +79,7 @@ class BatchRun:
         """
         start = time.perf_counter()
         total = sum(1 for _ in numbered(source))
-        bar = self._display.bar("batch", total, "requests")
+        bar = self._display.bar("batch", total, "requests", lines=output is None)
         try:
             if output is not None:
                 self._out = open(  # noqa: SIM115

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.shipped import shipped_draft, shipped_model
 
@@ -159,17 +160,19 @@ def _ships(target: Path, options: Mapping[str, Any]) -> bool:
     return method == "ngram" or shipped_draft(target, method) is not None
 
 
-def run_drafters(config: EngineConfig, tokens: int) -> dict[str, Any]:
+def run_drafters(config: EngineConfig, tokens: int, progress: BenchProgress) -> dict[str, Any]:
     """Measures all available rows with `tokens` tokens of each request. Returns a JSON object."""
     from cpmcu.llm import LLM
 
     rows: list[DrafterRow] = []
     plain: dict[str, list[list[int]]] = {}
     described: dict[str, Any] = {}
-    for name, options in available(config).items():
+    found_drafters = available(config)
+    for i, (name, options) in enumerate(found_drafters.items(), 1):
+        progress.note(f"{name}, {i} of {len(found_drafters)}")
         speculation = SpeculativeConfig.from_mapping(options)
         drafted = dataclasses.replace(config, speculative_config=speculation, prefix_cache=False)
-        with LLM(**dataclasses.asdict(drafted)) as llm:
+        with LLM(progress=progress.loading(), **dataclasses.asdict(drafted)) as llm:
             described = {"model": llm.directory.name, "dtype": llm.spec.dtype}
             for kind, requests in PROMPTS.items():
                 outputs = [_fastest(llm, request, tokens) for request in requests]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cpmcu.benchmarks.needle_text import NeedleText, make_text, statement
+from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.llm import LLM
 from cpmcu.sampling import SamplingParams
@@ -31,7 +32,9 @@ class NeedleRow:
     found: list[int]  # right answers for each depth
 
 
-def run_needle(config: EngineConfig, lengths: Sequence[int], num_texts: int) -> dict[str, Any]:
+def run_needle(
+    config: EngineConfig, lengths: Sequence[int], num_texts: int, progress: BenchProgress
+) -> dict[str, Any]:
     """Asks the model about `num_texts` texts of each length. Returns a JSON object.
 
     Raises ValueError if the model cannot have sparse attention, or a length is too small.
@@ -50,8 +53,10 @@ def run_needle(config: EngineConfig, lengths: Sequence[int], num_texts: int) -> 
         ("sparse", dataclasses.replace(config, apply_sparse=True)),
         ("dense", dense),
     ):
-        with LLM(**dataclasses.asdict(chosen)) as llm:
-            rows += [_row(llm, attention, length, num_texts) for length in lengths]
+        with LLM(progress=progress.loading(), **dataclasses.asdict(chosen)) as llm:
+            for length in lengths:
+                progress.note(f"{attention} attention, {num_texts} texts of {length} tokens")
+                rows.append(_row(llm, attention, length, num_texts))
             model, dtype = llm.directory.name, llm.spec.dtype
     rows.sort(key=lambda row: row.context)
     return {

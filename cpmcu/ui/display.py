@@ -66,9 +66,9 @@ class Display:
         """Returns a progress listener of loading, or of the work that `verb` names."""
         return LoadProgressBar(plain=self.plain, verb=verb, time_left=time_left)
 
-    def bar(self, what: str, total: int, unit: str) -> Bar:
-        """Returns a bar of `total` units of work."""
-        return (PlainBar if self.plain else RichBar)(what, total, unit, 1.0)
+    def bar(self, what: str, total: int, unit: str, *, lines: bool = False) -> Bar:
+        """Returns a bar of `total` units of work. `lines`: lines, as stdout is written to."""
+        return (PlainBar if self.plain or lines else RichBar)(what, total, unit, 1.0)
 
     def prefill_progress(self) -> PrefillProgressBar:
         """Returns a progress listener of prefill."""
