@@ -53,13 +53,14 @@ class Quantized:
         """Returns GPTQ's tensors by suffix. Raises ValueError unless 8 divides N and K."""
         inputs = torch.arange(len(self.q), dtype=torch.int32)
         q = self.q.cpu().numpy()
-        zeros = np.full(self.scales.shape, 1 << self.bits - 1, np.uint8)
-        eight = self.bits == 8
+        if self.bits == 8:
+            groups, outputs = self.scales.shape
+            words = pack_gptq_8(q), np.full((groups, outputs // 4), 0x7F7F7F7F, np.int32)
+        else:
+            words = pack_gptq(q), pack_gptq_zeros(np.full(self.scales.shape, 8, np.uint8))
         return {
-            "qweight": torch.from_numpy(pack_gptq_8(q) if eight else pack_gptq(q)),
-            "qzeros": torch.from_numpy(
-                pack_gptq_8(zeros.T - np.uint8(1)).T if eight else pack_gptq_zeros(zeros)
-            ),
+            "qweight": torch.from_numpy(words[0]),
+            "qzeros": torch.from_numpy(words[1]),
             "scales": self.scales.cpu().contiguous(),
             "g_idx": inputs // self.group,
         }

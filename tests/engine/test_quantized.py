@@ -56,7 +56,7 @@ def test_8_bits(tmp_path: Path, method: str, group_size: int) -> None:
     """The logits are those of the twin, and close to the original's."""
     from safetensors.torch import load_file, save_file
 
-    write_tiny(tmp_path / "in", "qwen3", hidden_size=128)
+    write_tiny(tmp_path / "in", "qwen3", hidden_size=128, head_dim=32)
     text = tmp_path / "text.txt"
     text.write_text("text")
     options = QuantizeOptions(method=method, bits=8, group_size=group_size, calibration=text)
@@ -70,7 +70,7 @@ def test_8_bits(tmp_path: Path, method: str, group_size: int) -> None:
             module = name.removesuffix(".qweight")
             parts = {part: state[f"{module}.{part}"] for part in SUFFIXES}
             twin[f"{module}.weight"] = torch.from_numpy(decode("gptq8", parts)).float()
-    write_tiny(tmp_path / "twin", "qwen3", hidden_size=128)
+    write_tiny(tmp_path / "twin", "qwen3", hidden_size=128, head_dim=32)
     save_file(twin, tmp_path / "twin" / "model.safetensors")
     ids = random_ids(200, LENGTH)
     found, expected, original = (
