@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from cpmcu import C
     from cpmcu.chat_template import ChatTemplate, Message
+    from cpmcu.engine.bad_words import BadWords
     from cpmcu.engine.grammar import GrammarCompiler, GrammarState
     from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.grammar import Grammar
@@ -272,6 +273,7 @@ class LLM:
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
         least = self._min_tokens(params.min_tokens, stop_ids)
+        banned, bad_words = self._bad_words(params.bad_words)
         decode: Decode
         if params.skip_special_tokens and keep_special_tokens:
             decode = _decode_with(self.tokenizer, keep_special_tokens)
@@ -282,9 +284,18 @@ class LLM:
         return [
             Request(
                 prompt,
-                to_engine(params, index, vocab_size, stop_ids=stop_ids, max_tokens=max(limit, 1)),
+                to_engine(
+                    params,
+                    index,
+                    vocab_size,
+                    stop_ids=stop_ids,
+                    banned_ids=banned,
+                    max_tokens=max(limit, 1),
+                ),
                 detokenizer=Detokenizer(decode, prompt),
-                stop_strings=StopStrings(params.stop_strings),
+                stop_strings=StopStrings(
+                    params.stop_strings, shown=params.include_stop_str_in_output
+                ),
                 stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
                 max_tokens=limit,
                 emit=emit,
@@ -295,6 +306,8 @@ class LLM:
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),
                 min_tokens=least,
+                bad_words=bad_words,
+                shows_stop=params.include_stop_str_in_output,
                 cache_salt=params.cache_salt,
             )
             for index in range(params.n)
@@ -343,6 +356,20 @@ class LLM:
 
                 self._grammars = GrammarCompiler(self.tokenizer, int(self.spec.vocab_size))
         return self._grammars.start(grammar)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[list[int], BadWords | None]:
+        """(Tokens that are words alone, the words of several tokens), each also after a space."""
+        found: set[tuple[int, ...]] = set()
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                found.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        alone = [word[0] for word in found if len(word) == 1]
+        long = [word for word in found if len(word) > 1]
+        if not long:
+            return alone, None
+        from cpmcu.engine.bad_words import BadWords  # loads numpy
+
+        return alone, BadWords(long, int(self.spec.vocab_size))
 
     def _min_tokens(self, count: int, end_ids: Sequence[int]) -> MinTokens | None:
         if not count:

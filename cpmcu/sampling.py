@@ -99,6 +99,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = option(
         None, "token id -> number added to its logit", flags=()
     )
+    allowed_token_ids: Sequence[int] | None = option(
+        None, "the only tokens that may be drawn (default: all)", flags=()
+    )
+    bad_words: Sequence[str] = option(
+        (),
+        "texts that the output must not have, nor behind a space, as the tokenizer splits them",
+        flags=(),
+    )
     logprobs: int | None = option(
         None,
         "report log-probabilities of the chosen token and of this many likeliest tokens, at most "
@@ -111,6 +119,9 @@ class SamplingParams:
     )
     cache_salt: str = option(
         "", "prompts share cached pages only with prompts of the same salt", flags=()
+    )
+    include_stop_str_in_output: bool = option(
+        False, "the text ends with the stop text or token that ended the output", flags=()
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     grammar: Grammar | None = option(  # noqa: RUF009
@@ -153,12 +164,20 @@ class SamplingParams:
                 )
         for i, token in enumerate(self.stop_token_ids):
             _in_range(f"stop_token_ids[{i}]", token, 0, math.inf)
+        for i, token in enumerate(self.allowed_token_ids or ()):
+            _in_range(f"allowed_token_ids[{i}]", token, 0, math.inf)
+        for i, word in enumerate(self.bad_words):
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(
+                    f"bad_words[{i}] is {shown(word)}, but must be a text that is not blank"
+                )
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
         _check_salt(self.cache_salt)
         truth("ignore_eos", self.ignore_eos)
         truth("skip_special_tokens", self.skip_special_tokens)
+        truth("include_stop_str_in_output", self.include_stop_str_in_output)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ValueError(f"grammar is {shown(self.grammar)}, but must be a cpmcu.Grammar")
 
@@ -179,6 +198,14 @@ class SamplingParams:
         ids = listed("stop_token_ids", ids, "a list of token ids")
         named = (integer(f"stop_token_ids[{i}]", token) for i, token in enumerate(ids))
         change("stop_token_ids", tuple(named))
+        words = () if self.bad_words is None else self.bad_words
+        change("bad_words", tuple(listed("bad_words", words, "a list of texts")))
+        if self.allowed_token_ids is not None:
+            ids = listed("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+            if not len(ids):
+                raise ValueError("allowed_token_ids is [], but must have at least one token id")
+            named = (integer(f"allowed_token_ids[{i}]", token) for i, token in enumerate(ids))
+            change("allowed_token_ids", tuple(dict.fromkeys(named)))
         if isinstance(self.logit_bias, Mapping):
             biases = {integer("a logit_bias token id", t): b for t, b in self.logit_bias.items()}
             for token, bias in biases.items():
@@ -224,20 +251,27 @@ def to_engine(
     vocab_size: int,
     *,
     stop_ids: Sequence[int] = (),
+    banned_ids: Sequence[int] = (),
     max_tokens: int = 1 << 30,
 ) -> C.SamplingConfig:
     """Resolved parameters as the extension's type, for choice number `stream` of a request.
 
-    The device ends the sequence after a token of `stop_ids` or after `max_tokens` tokens. Raises
-    ValueError if a token id of `logit_bias` lies outside the vocabulary.
+    The device ends the sequence after a token of `stop_ids` or after `max_tokens` tokens. Tokens
+    of `banned_ids` are not drawn. Raises ValueError if a token id of `logit_bias` or
+    `allowed_token_ids` lies outside the vocabulary.
     """
     from cpmcu import C
 
-    for token in params.logit_bias or {}:
-        if token >= vocab_size:
-            raise ValueError(
-                f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens"
-            )
+    for name in ("logit_bias", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
+            if token >= vocab_size:
+                raise ValueError(
+                    f"{name} names token {token}, but the vocabulary has {vocab_size} tokens"
+                )
+    bias = dict(params.logit_bias or {}) | dict.fromkeys(banned_ids, -math.inf)
+    if params.allowed_token_ids is not None:
+        kept = {token: bias.get(token, 0.0) for token in params.allowed_token_ids}
+        bias = dict.fromkeys(range(vocab_size), -math.inf) | kept
     return C.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -248,7 +282,7 @@ def to_engine(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=list((params.logit_bias or {}).items()),
+        logit_bias=list(bias.items()),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
         max_tokens=max_tokens,

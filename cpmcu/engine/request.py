@@ -14,6 +14,7 @@ from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, 
 
 if TYPE_CHECKING:
     from cpmcu import C
+    from cpmcu.engine.bad_words import BadWords
     from cpmcu.engine.grammar import GrammarState, Words
     from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.engine.prefix.cache import Prefix
@@ -52,6 +53,8 @@ class Request:
         acceptance: AcceptanceCounter | None = None,
         grammar: GrammarState | None = None,
         min_tokens: MinTokens | None = None,
+        bad_words: BadWords | None = None,
+        shows_stop: bool = False,
         cache_salt: str = "",
     ) -> None:
         self.id = next(_ids)
@@ -63,6 +66,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar
         self._min_tokens = min_tokens
+        self._bad_words = bad_words
+        self._shows_stop = shows_stop  # the text has the token that ended it
         self.tokens: list[int] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
@@ -94,8 +99,8 @@ class Request:
 
     @property
     def is_masked(self) -> bool:
-        """Does a grammar or `min_tokens` restrict the next token?"""
-        return self.grammar is not None or self._is_short
+        """Does a grammar, `min_tokens` or a bad word restrict the next token?"""
+        return self.grammar is not None or self._is_short or self._bad_words is not None
 
     @property
     def _is_short(self) -> bool:
@@ -112,6 +117,9 @@ class Request:
         if self._is_short:
             assert self._min_tokens is not None
             masks = self._min_tokens.masks(len(self.tokens), parents, masks)
+        if self._bad_words is not None:
+            free = self.grammar is None
+            masks = self._bad_words.masks(self.tokens, tokens, parents, masks or {}, unmasked=free)
         return masks or {}
 
     def cancel(self) -> None:
@@ -166,7 +174,8 @@ class Request:
                 self.grammar.accept(token)
                 if self.grammar.stopped and (finish is None or finish.reason == "length"):
                     finish = Finish("stop")
-            shown = [] if self._stop_tokens.is_stop(token) else [token]
+            hidden = self._stop_tokens.is_stop(token) and not self._shows_stop
+            shown = [] if hidden else [token]
             piece, stop = self._push(shown, final=finish is not None)
             text += piece
             if stop is not None:

@@ -16,8 +16,9 @@ class StopStrings:
     division of the text into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
         self._stops = tuple(stops)
+        self._shown = shown  # the text ends with the stop string
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
@@ -38,7 +39,7 @@ class StopStrings:
         if matches:
             end, negative_length, stop = min(matches)
             self._held = ""
-            return text[: end + negative_length], stop
+            return text[: end if self._shown else end + negative_length], stop
         keep = 0 if final else self._prefix_at_end(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

@@ -45,15 +45,16 @@ def prepare(
         prompt,
         origin.field,
         special=body.add_special_tokens,
-        max_length=model.llm.max_length,
+        max_length=model.llm.max_length if body.truncate_prompt_tokens is None else None,
     )
+    ids = body.truncated(ids, model.llm.max_length)
     fields = body.sampling_fields()
     grammar = fields.pop("grammar")
     plan = plan_answer(model, body, prompt, grammar)
     params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
         grammar=plan.grammar,
         **fields,
     )

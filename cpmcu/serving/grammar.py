@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.checks import shown
+from cpmcu.checks import one_line, shown
 from cpmcu.grammar import Grammar
 from cpmcu.serving.errors import ApiError, refused
 
@@ -22,8 +22,15 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "choice": Grammar.choice,
     "grammar": Grammar.lark,
     "json_object": lambda _: Grammar.json_object(),
+    "gbnf": lambda text: Grammar.lark(_from_gbnf(text)),
 }
-GUIDED = ("json", "regex", "choice", "grammar")  # kinds that also exist as guided_*
+# Fields of requests -> kind: vLLM's, llama.cpp's and SGLang's.
+FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "gbnf",
+    "ebnf": "gbnf",
+}
 
 
 def available() -> bool:
@@ -80,7 +87,7 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
 
     A client may give the same source under an old and a new name; they are one.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value not in (None, "")}
     if len({(_kind(name), json.dumps(value, sort_keys=True)) for name, value in given.items()}) > 1:
         raise ApiError(
             400,
@@ -94,7 +101,17 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
 
 
 def _kind(name: str) -> str:
-    return re.split("guided_|[.]", name)[-1]
+    return FIELDS.get(name) or name.rpartition(".")[2]
+
+
+def _from_gbnf(text: str) -> str:
+    """A grammar in llama.cpp's notation as Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except (GbnfToLarkError, ValueError, KeyError, RecursionError) as error:
+        raise ValueError(f"the grammar cannot be read as GBNF ({one_line(error)})") from error
 
 
 def of_arguments(parameters: dict[str, Any]) -> Grammar:

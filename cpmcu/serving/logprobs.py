@@ -144,12 +144,12 @@ class Logprobs:
         return begin
 
     def _top(self, entry: TokenLogprobs | None, count: int) -> dict[str, float] | None:
-        """Returns the `count` likeliest tokens and the chosen one, each under a unique name."""
+        """Returns the chosen token and the `count` likeliest ones, each under a unique name."""
         if entry is None:
             return None
         owners = {self._name(entry.token_id): entry.token_id}
         found: dict[str, float] = {}
-        for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
+        for token, logprob in ((entry.token_id, entry.logprob), *entry.top[:count]):
             name = self._name(token)
             if owners.setdefault(name, token) != token:
                 name = by_id(token)

@@ -199,6 +199,7 @@ class _OfEngine(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
             gauge.add_metric(self._values, value)
             yield gauge
+        yield self._waiting(load)
         preemptions = CounterMetricFamily(
             "vllm:num_preemptions",
             "Preempted outputs.",
@@ -214,6 +215,17 @@ class _OfEngine(Collector):
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=names)
             info.add_metric([*self._values, *cache.values()], 1)
             yield info
+
+    def _waiting(self, load: EngineLoad) -> GaugeMetricFamily:
+        """vLLM's reasons. All outputs wait for a slot or pages; none for another server."""
+        found = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Outputs waiting, by reason.",
+            labels=[*self._names, "reason"],
+        )
+        for reason, count in (("capacity", load.waiting), ("deferred", 0)):
+            found.add_metric([*self._values, reason], count)
+        return found
 
     def _prefix_cache(self, cache: CacheCounters) -> Iterator[Any]:
         counters = (

@@ -48,7 +48,7 @@ class ResponseRun:
             seal_reasoning=SEALED_REASONING in (body.include or []),
             texts=job.texts if body.wants_logprobs else None,
         )
-        self._status = "in_progress"
+        self._status = "queued" if body.background else "in_progress"
         self._error: dict[str, Any] | None = None
         self._completed_at: int | None = None
         self._final: dict[str, Any] | None = None  # the response object, once it has ended
@@ -64,9 +64,12 @@ class ResponseRun:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the events of a stream."""
-        for kind in ("created", "in_progress"):
+        for kind in ("created", self._status):
             yield self._bytes({"type": f"response.{kind}", "response": self.response()})
         async for _, item in self.generation.items():
+            if self._status == "queued":
+                self._status = "in_progress"
+                yield self._bytes({"type": "response.in_progress", "response": self.response()})
             assert not isinstance(item, PrefillProgress)  # not requested
             for event in self._take(item):
                 yield self._bytes(event)
@@ -120,7 +123,7 @@ class ResponseRun:
             return
         self._ended = True
         self.generation.cancel()
-        if self._status == "in_progress":
+        if self._is_open:
             self._close("cancelled")
         self._on_end(self.id, self.response())
 
@@ -150,17 +153,24 @@ class ResponseRun:
         if status == "completed":
             self._completed_at = int(time.time())
 
+    @property
+    def _is_open(self) -> bool:
+        return self._status in ("queued", "in_progress")
+
     # ---- the object
 
     def response(self) -> dict[str, Any]:
         """Returns the response object as it is now."""
         if self._final is not None:
             return self._final
-        running = self._status == "in_progress"
+        running = self._is_open
+        status = self._status
+        if status == "queued" and self.generation.requests[0].cached_tokens is not None:
+            status = "in_progress"  # its prompt is read
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         found = {
             **self._frame,
-            "status": "cancelled" if running and self._cancelled else self._status,
+            "status": "cancelled" if running and self._cancelled else status,
             "completed_at": self._completed_at,
             "error": self._error,
             "incomplete_details": cut,

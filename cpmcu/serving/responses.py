@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from cpmcu.outputs import CompletionOutput
+from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
@@ -43,7 +43,10 @@ class Reply:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = body.model or service.names[0]
-        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        self._eos = frozenset(service.model.llm.tokenizer.eos_token_ids)
+        self.system_fingerprint = service.fingerprint
+        names = ("id", "created", "model", "system_fingerprint")
+        frame = {"object": kind, **{name: getattr(self, name) for name in names}}
         self._head = f"data: {to_json(frame)[:-1]},"  # the start of every chunk
 
     @property
@@ -87,6 +90,13 @@ class Reply:
     def _forces_usage(self) -> bool:
         return self.service.config.enable_force_include_usage
 
+    def matched_stop(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
+        """Returns SGLang's `matched_stop`: the stop text or token, or the end-of-sequence token."""
+        if ended.finish_reason != "stop" or ended.stop_reason is not None or not ended.token_ids:
+            return ended.stop_reason
+        last = ended.token_ids[-1]
+        return last if last in self._eos else None  # else a grammar ended the output
+
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """Returns one event of the stream."""
         rest = to_json({"choices": choices, **more})
@@ -112,13 +122,11 @@ class Reply:
         return self.chunk([], **more) if more else None
 
 
-def written(model: ApiModel, *, without_none: bool = False) -> Response:
+def written(model: ApiModel) -> Response:
     """Returns a response whose lists are serialised in pieces, so other threads get the GIL."""
     members = []
     for name in type(model).model_fields:
         value = getattr(model, name)
-        if value is None and without_none:
-            continue
         if isinstance(value, list):
             text = f"[{','.join(_pieces(value))}]"
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from typing import TYPE_CHECKING, Literal
 
+import cpmcu
 from cpmcu.config import EngineConfig
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.serving.config import ServerConfig
@@ -31,6 +33,7 @@ class Service:
         self.created = int(time.time())
         self.root = model_root(engine_config)
         self.names = served_names(engine_config, config)
+        self.fingerprint = _fingerprint(self.root, engine_config)
         self.verify_strategy = engine_config.speculation.strategy
         self.metrics = Metrics(
             self.names[0], self._load_of_engine, self._cache_config, self.verify_strategy
@@ -186,6 +189,12 @@ class Service:
             "enable_prefix_caching": llm.config.prefix_cache,
         }
         return {name: str(value) for name, value in found.items()}
+
+
+def _fingerprint(root: str, config: EngineConfig) -> str:
+    """OpenAI's system_fingerprint: another one may answer the same seed differently."""
+    settings = repr((root, config)).encode()
+    return f"cpmcu-{cpmcu.__version__}-{hashlib.sha256(settings).hexdigest()[:8]}"
 
 
 def _engine_stopped() -> ApiError:

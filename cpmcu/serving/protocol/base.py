@@ -22,26 +22,21 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
 MAX_SALT_LENGTH = 1024
+MAX_BAD_WORDS = 1024
 
 # Unsupported fields that change the output -> their neutral values, which are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "beam_width": (1,),
     "chat_template": (),
     "documents": ([],),
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
-    "ebnf": (),
     "enable_thinking": (),
     "early_stopping": (False,),
     "function_call": (),
     "functions": ([],),
-    "grammar": ("",),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
-    "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "max_tool_calls": (),
@@ -54,7 +49,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "n_predict": (),
     "prefix": ("",),
     "priority": (0,),
-    "regex": (),
     "repeat_penalty": (1, 1.0),
     "whitespace_pattern": (),
     "spaces_between_special_tokens": (True,),
@@ -65,7 +59,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "top_a": (0, 0.0),
     "top_n_sigma": (-1, -1.0, 0, 0.0),
-    "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -87,7 +80,10 @@ IGNORED = {
     "user",
     "verbosity",
 }
-_REASONS = {"suffix": "the model can continue a text but not fill a gap in it"}
+_REASONS = {
+    "suffix": "the tokenizer has no tokens for a gap",
+    "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
+}
 
 _logged: set[str] = set()
 
@@ -218,6 +214,11 @@ class SamplingRequest(RequestModel):
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
         None, description="Token id -> bias"
     )
+    allowed_token_ids: Items[int] | None = Field(None, description="The only tokens to draw")
+    bad_words: Items[str] | None = Field(None, max_length=MAX_BAD_WORDS)
+    include_stop_str_in_output: bool | None = Field(
+        False, description="The text ends with the stop text or token"
+    )
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -234,9 +235,12 @@ class GenerationRequest(SamplingRequest):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
         None,
-        ge=0,
+        ge=-1,
         le=MAX_LOGPROBS,
-        description="Log-probabilities of the prompt, with this many likeliest tokens each",
+        description="Log-probabilities of the prompt, with so many likeliest tokens each; -1: most",
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many last tokens of the prompt; -1: all that fit"
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name the tokens of log-probabilities token_id:N"
@@ -249,6 +253,10 @@ class GenerationRequest(SamplingRequest):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = Field(None, description="As guided_json")
+    regex: str | None = Field(None, description="As guided_regex")
+    grammar: str | None = Field(None, description="A grammar in GBNF")
+    ebnf: str | None = Field(None, description="As grammar")
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
@@ -286,21 +294,43 @@ class GenerationRequest(SamplingRequest):
     @property
     def grammar_field(self) -> str | None:
         """The field that a grammar may come from; None: there is none."""
-        names = (*(f"guided_{kind}" for kind in grammar.GUIDED), "structured_outputs")
+        names = (*grammar.FIELDS, "structured_outputs")
         given = (name for name in (*names, "response_format") if getattr(self, name) is not None)
         return next(given, None)
 
     def _grammar(self) -> Grammar | None:
-        sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.GUIDED}
+        sources = {name: getattr(self, name) for name in grammar.FIELDS}
         if self.structured_outputs is not None:
             self.structured_outputs.check_extra()
             named = self.structured_outputs.fields().items()
             sources |= {f"structured_outputs.{kind}": source for kind, source in named}
         guided = grammar.from_guided(sources)
         formatted = grammar.from_response_format(self.response_format)
-        if guided and formatted:
-            raise refused("response_format", "response_format and guided_* exclude each other.")
+        if guided and formatted and guided != formatted:
+            raise refused(
+                "response_format",
+                f"response_format and {self.grammar_field} exclude each other: give one.",
+            )
         return guided or formatted
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens for each token of the prompt; None: no log-probabilities."""
+        return MAX_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most new tokens; None: up to the context length."""
+        raise NotImplementedError
+
+    def truncated(self, ids: list[int], max_length: int) -> list[int]:
+        """The last tokens of a prompt, as `truncate_prompt_tokens` says."""
+        if self.truncate_prompt_tokens is None:
+            return ids
+        most = self.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, max_length - max(1, self.token_limit or 1))
+        return ids[-most:] if most else []
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the arguments of SamplingParams, without max_tokens and logprobs.
@@ -325,6 +355,9 @@ class GenerationRequest(SamplingRequest):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": self._bias(),
             "skip_special_tokens": self.skip_special_tokens,
+            "allowed_token_ids": self.allowed_token_ids or None,
+            "bad_words": tuple(self.bad_words or ()),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
             "grammar": self._grammar(),
         }

@@ -322,6 +322,7 @@ class ChatChoice(ApiModel):
     logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     token_ids: list[int] | None = None
 
 
@@ -332,6 +333,7 @@ class ChatResponse(ApiModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: ChatUsage
     prompt_logprobs: PromptLogprobs | None = None

@@ -79,6 +79,7 @@ class CompletionChoice(ApiModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -91,6 +92,7 @@ class CompletionResponse(ApiModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageInfo
     metrics: dict[str, Any] | None = None

@@ -103,7 +103,7 @@ class ResponseObject(ApiModel):
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     model: str

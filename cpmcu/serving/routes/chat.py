@@ -71,12 +71,13 @@ class _Chat:
             id=reply.id,
             created=reply.created,
             model=reply.model,
+            system_fingerprint=reply.system_fingerprint,
             choices=[self._choice(output) for output in outputs],
             usage=self._usage(),
             prompt_logprobs=of_prompt(
                 self._job.texts,
                 generation.requests[0].prompt_logprobs,
-                self._body.prompt_logprobs,
+                self._body.num_prompt_logprobs,
             ),
             prompt_token_ids=generation.prompts[0] if self._body.return_token_ids else None,
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
@@ -104,6 +105,7 @@ class _Chat:
             logprobs=logprobs,
             finish_reason=_finish_reason(output.finish_reason, parser),
             stop_reason=output.stop_reason,
+            matched_stop=self._reply.matched_stop(output),
             token_ids=output.token_ids if self._body.return_token_ids else None,
         )
 
@@ -133,6 +135,7 @@ class _Chat:
             if item.finish_reason is not None:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
                 choice["stop_reason"] = item.stop_reason
+                choice["matched_stop"] = reply.matched_stop(item)
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # the text is held back, and the chunk has no other content
             yield reply.chunk([choice], **self._usage_so_far(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     """Tokenizes and checks a request. Slow, so it runs off the event loop."""
     model = service.model
     tokenizer, max_length = model.llm.tokenizer, model.llm.max_length
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
     ids: list[list[int]] = []
     texts: list[str] = []
     prompts = body.prompts()
@@ -73,17 +75,21 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
             special = body.add_special_tokens
-            ids.append(encode(tokenizer, prompt, "prompt", special=special, max_length=max_length))
-            texts.append(prompt)
+            limit = max_length if body.truncate_prompt_tokens is None else None
+            found = encode(tokenizer, prompt, "prompt", special=special, max_length=limit)
+            ids.append(body.truncated(found, max_length))
+            cut = len(ids[-1]) < len(found)
+            texts.append(decode(ids[-1]) if cut and body.echo else prompt)
         else:
+            prompt = body.truncated(prompt, max_length)
             ids.append(prompt)
             shown = body.echo and len(prompt) < max_length  # else Generation will refuse it
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
-            texts.append(tokenizer.decode(prompt) if shown and not outside else "")
+            texts.append(decode(prompt) if shown and not outside else "")
     params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,
-        prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+        prompt_logprobs=_most(body.num_prompt_logprobs, body.logprobs if body.echo else None),
         **body.sampling_fields(),
     )
     generation = Generation(
@@ -123,6 +129,7 @@ class _Completion:
             id=reply.id,
             created=reply.created,
             model=reply.model,
+            system_fingerprint=reply.system_fingerprint,
             choices=[self._choice(number, output) for number, output in enumerate(outputs)],
             usage=reply.usage(self._job.generation, 0 if self._only_echo else None),
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
@@ -146,8 +153,11 @@ class _Completion:
             logprobs=self._logprobs[number].write(logprobs),
             finish_reason="length" if self._only_echo else output.finish_reason,
             stop_reason=None if self._only_echo else output.stop_reason,
+            matched_stop=None if self._only_echo else self._reply.matched_stop(output),
             prompt_logprobs=of_prompt(
-                self._job.model.llm.token_texts, self._scores(number), self._body.prompt_logprobs
+                self._job.model.llm.token_texts,
+                self._scores(number),
+                self._body.num_prompt_logprobs,
             ),
             token_ids=token_ids if ids else None,
             prompt_token_ids=self._prompt(number) if ids else None,
@@ -190,6 +200,7 @@ class _Completion:
         }
         if reason is not None:
             choice["stop_reason"] = None if self._only_echo else item.stop_reason
+            choice["matched_stop"] = None if self._only_echo else self._reply.matched_stop(item)
         if self._body.return_token_ids:
             choice["token_ids"] = [] if self._only_echo else item.token_ids
         return choice

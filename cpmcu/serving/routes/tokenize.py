@@ -116,4 +116,4 @@ def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         tokens=tokens,
         token_strs=texts,
     )
-    return written(found, without_none=True)
+    return written(found)
