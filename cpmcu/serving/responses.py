@@ -6,12 +6,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk
+from cpmcu.sampling import SamplingParams
 from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
@@ -153,9 +154,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class Running(Protocol):
+    """What `answer` needs of a generation, or of several together."""
+
+    params: SamplingParams
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    async def outputs(self) -> list[CompletionOutput]: ...
+
+
 async def answer(
     request: Request,
-    generation: Generation,
+    generation: Running,
     stream: bool | None,
     events: Callable[[], AsyncIterator[bytes]],
     whole: Callable[[Sequence[CompletionOutput]], Response],

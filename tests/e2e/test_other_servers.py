@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.e2e.calls import CHAT, HELLO, error_of
+from tests.e2e.harness import start, write_scripted
 
 COMPLETIONS = "/v1/completions"
 TEXT = {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
@@ -110,3 +111,102 @@ def test_token_strings_are_null_unless_requested(server):
 def test_waiting_by_reason(server):
     for reason in ("capacity", "deferred"):
         assert f'reason="{reason}"}} 0.0' in server.get("/metrics").text
+
+
+# ---- routes
+
+
+def test_a_batch_of_conversations(server):
+    texts = ("import os", "def add(a, b):", "class Stack:")
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    fields = {"max_tokens": 9, "temperature": 0}
+    found = server.post(f"{CHAT}/batch", {"messages": conversations, **fields}).json()
+    alone = [server.post(CHAT, {"messages": each, **fields}).json() for each in conversations]
+    answers = [choice["message"]["content"] for choice in found["choices"]]
+    assert answers == [each["choices"][0]["message"]["content"] for each in alone]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][name] == sum(each["usage"][name] for each in alone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [[]]}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"messages": [[{"role": "user"}]]}, "messages[0]: messages[0].content"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ],
+)
+def test_wrong_batches(server, fields, param):
+    body = {"messages": [HELLO["messages"]], "max_tokens": 1, **fields}
+    assert error_of(server.post(f"{CHAT}/batch", body), 400)["param"] == param
+
+
+def test_invocations(server):
+    chat = server.post("/invocations", {**HELLO, "max_tokens": 3}).json()
+    assert chat["object"] == "chat.completion"
+    assert server.post("/invocations", TEXT).json()["object"] == "text_completion"
+    assert (
+        "neither messages nor prompt" in error_of(server.post("/invocations", {}), 400)["message"]
+    )
+    wrong = server.post("/invocations", {**TEXT, "top_p": 2})
+    assert error_of(wrong, 400)["param"] == "top_p"
+
+
+def test_props_and_slots(server):
+    props = server.get("/props").json()
+    assert props["model_alias"] == server.get("/v1/models").json()["data"][0]["id"]
+    slots = server.get("/slots").json()
+    assert len(slots) == props["total_slots"] and not any(slot["is_processing"] for slot in slots)
+    assert props["default_generation_settings"]["n_ctx"] == slots[0]["n_ctx"]
+
+
+def test_embeddings_are_refused_with_the_reason(server):
+    reply = server.post("/v1/embeddings", {"input": "a"})
+    assert "hidden states" in error_of(reply, 400)["message"]
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory):
+    """A model that was trained to fill gaps: after the middle token comes the filling."""
+    scripts = {"fim_prefix": "", "fim_suffix": "", "fim_middle": "return a + b"}
+    directory = write_scripted(tmp_path_factory.mktemp("filling"), scripts, "{{ messages }}")
+    with start("--model", str(directory), "--served-model-name", "filling") as running:
+        yield running
+
+
+def test_a_gap_is_filled(filling):
+    body = {
+        "input_prefix": "def add(a, b):\n    ",
+        "input_suffix": "\n\nadd(1, 2)\n",
+        "n_predict": 20,
+    }
+    found = filling.post("/infill", body).json()
+    assert (found["content"], found["stop_type"]) == ("return a + b", "eos")
+    assert found["tokens_predicted"] == len(found["tokens"])
+    lines = filling.post("/infill", {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert "".join(event["content"] for event in events) == "return a + b"
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert filling.post("/infill", {**body, "n_predict": 1}).json()["stop_type"] == "limit"
+    extra = [{"filename": "a.py", "text": "x = 1"}]
+    more = filling.post("/infill", {**body, "input_extra": extra, "prompt": "  "}).json()
+    assert more["content"] == "return a + b"
+    assert more["tokens_evaluated"] > found["tokens_evaluated"]
+    completion = {"prompt": body["input_prefix"], "suffix": body["input_suffix"], "max_tokens": 20}
+    reply = filling.post(COMPLETIONS, {**completion, "return_token_ids": True}).json()["choices"][0]
+    assert reply["text"] == "return a + b"
+    prompt = filling.post("/detokenize", {"tokens": reply["prompt_token_ids"]}).json()["prompt"]
+    assert prompt.endswith("<|fim_middle|>")
+    assert prompt.index("<|fim_prefix|>") < prompt.index("def add") < prompt.index("<|fim_suffix|>")
+
+
+def test_a_model_that_fills_no_gaps(server):
+    body = {"input_prefix": "a", "input_suffix": "b"}
+    message = error_of(server.post("/infill", body), 400)["message"]
+    assert "no tokens such as <|fim_prefix|>" in message
+    assert error_of(server.post("/infill", {"input_prefix": "a"}), 400)["param"] == "input_suffix"

@@ -105,7 +105,7 @@ def test_parts_of_a_message(server):
         ({"min_tokens": 3}, "min_tokens"),
         ({"enable_thinking": False}, "enable_thinking"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
-    "suffix": ("",),
     "thinking": (),
     "thinking_budget": (),
     "thinking_token_budget": (),
@@ -81,7 +80,6 @@ IGNORED = {
     "verbosity",
 }
 _REASONS = {
-    "suffix": "the tokenizer has no tokens for a gap",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cpmcu.checks import shown
 from cpmcu.serving import strict_json
-from cpmcu.serving.errors import ApiError, unknown_part
+from cpmcu.serving.errors import ApiError, refused, unknown_part
 from cpmcu.serving.protocol.base import (
+    MAX_CHOICES,
     MAX_LOGPROBS,
     ApiModel,
     ChatUsage,
@@ -282,6 +284,33 @@ class ChatRequest(GenerationRequest):
         if isinstance(last.content, list):
             return "".join(part.text or "" for part in last.content)
         return last.content or ""
+
+
+class BatchChatRequest(RequestModel):
+    """Conversations to answer side by side, with the fields of ChatRequest for all of them."""
+
+    model: str | None = None
+    messages: Items[Items[ChatMessage]] = Field(min_length=1, max_length=MAX_CHOICES)
+
+    def conversations(self) -> list[ChatRequest]:
+        """A request for each conversation.
+
+        Raises ApiError (400) for a field that a batch does not have, RequestValidationError for a
+        wrong one.
+        """
+        extra = self.model_extra or {}
+        for name, neutral in (("stream", False), ("tools", []), ("n", 1)):
+            if extra.get(name) not in (None, neutral):
+                raise refused(name, f"{name} is not possible for a batch of conversations.")
+        try:
+            fields = {**extra, "model": self.model}
+            return [
+                ChatRequest.model_validate({**fields, "messages": [m.model_dump() for m in each]})
+                for each in self.messages
+            ]
+        except ValidationError as error:
+            inside = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise RequestValidationError(inside) from error
 
 
 class TopLogprob(ApiModel):

@@ -23,6 +23,7 @@ class CompletionRequest(GenerationRequest):
     """Texts to continue."""
 
     prompt: Prompts = Field(description="A text, token ids, or a list of either")
+    suffix: str | None = Field(None, description="Fill the gap between the prompt and this text")
     max_tokens: int | None = Field(16, ge=0, description="0 needs echo")
     max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens")
     echo: bool | None = Field(False, description="Prepend the prompt")

@@ -45,7 +45,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
     job = await service.workers.run(request, body.text_length, prepare, service, body, loop)
-    chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
+    chat = ChatReply(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
     return await answer(
         request,
         job.generation,
@@ -55,7 +55,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
 
 
-class _Chat:
+class ChatReply:
     """Formats the response to a chat request."""
 
     def __init__(self, reply: Reply, body: ChatRequest, job: ChatJob) -> None:
@@ -72,8 +72,8 @@ class _Chat:
             created=reply.created,
             model=reply.model,
             system_fingerprint=reply.system_fingerprint,
-            choices=[self._choice(output) for output in outputs],
-            usage=self._usage(),
+            choices=[self.choice(output) for output in outputs],
+            usage=self.usage(),
             prompt_logprobs=of_prompt(
                 self._job.texts,
                 generation.requests[0].prompt_logprobs,
@@ -83,7 +83,8 @@ class _Chat:
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
         )
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    def choice(self, output: CompletionOutput) -> ChatChoice:
+        """Returns the answer of one output."""
         parser = self._job.new_parser()
         part = parser.push(output.text, final=True)
         self._thoughts[output.index].add(output.token_ids, part.reasoning)
@@ -139,11 +140,11 @@ class _Chat:
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # the text is held back, and the chunk has no other content
             yield reply.chunk([choice], **self._usage_so_far(tokens))
-        last = reply.last(generation, self._usage())
+        last = reply.last(generation, self.usage())
         if last is not None:
             yield last
 
-    def _usage(self, tokens: int | None = None) -> ChatUsage:
+    def usage(self, tokens: int | None = None) -> ChatUsage:
         """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
         counts = dict(self._reply.usage(self._job.generation, tokens))
         thought = sum(each.count for each in self._thoughts)
@@ -151,7 +152,7 @@ class _Chat:
         return ChatUsage(**counts, completion_tokens_details=details)
 
     def _usage_so_far(self, tokens: int) -> dict[str, Any]:
-        return {"usage": self._usage(tokens).model_dump()} if self._reply.has_usage_so_far else {}
+        return {"usage": self.usage(tokens).model_dump()} if self._reply.has_usage_so_far else {}
 
     def _prompt(self) -> dict[str, Any]:
         """Returns the prompt's members of a choice's first chunk, as requested."""

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import sse
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.fill import find_fill
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.logprobs import Logprobs, Scored, of_prompt, scored
@@ -86,11 +87,17 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
             shown = body.echo and len(prompt) < max_length  # else Generation will refuse it
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
             texts.append(decode(prompt) if shown and not outside else "")
+    fields = body.sampling_fields()
+    if body.suffix:
+        check_text(body.suffix, "suffix", service.config.max_text_length)
+        fill = find_fill(tokenizer, "suffix")
+        ids = [fill.prompt(prompt, body.suffix) for prompt in prompts]
+        fields["stop_token_ids"] = (*fields["stop_token_ids"], *fill.ends)
     params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,
         prompt_logprobs=_most(body.num_prompt_logprobs, body.logprobs if body.echo else None),
-        **body.sampling_fields(),
+        **fields,
     )
     generation = Generation(
         service,
