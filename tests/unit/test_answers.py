@@ -35,7 +35,11 @@ F = ("f", {"a": "</x>", "b": [1, None]})
         ("<thinking> no", False, "", "<thinking> no"),
         ("b <think>a</think>", False, "", "b <think>a</think>"),
         ("\na\n</think>\nb</think>", True, "a", "b</think>"),
-        ("<think>a</think>b", True, "<think>a", "b"),
+        ("<think>a</think>b", True, "a", "b"),
+        ("\n<think>\n<think> a</think>b", True, "a", "b"),
+        ("<think><think>a<think>b</think>c", False, "a<think>b", "c"),
+        ("<think>\n<thi", False, "<thi", ""),
+        ("<think><think>", False, "", ""),
         ("a < b </ c</think>d", True, "a < b </ c", "d"),
     ],
 )

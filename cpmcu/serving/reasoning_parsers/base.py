@@ -11,7 +11,8 @@ class ReasoningParser:
     """Splits the text of one answer into (reasoning, content).
 
     Reasoning is recognised only at the beginning of an answer. `inside`: the prompt ends within
-    reasoning (see `is_open`). White space around the tags is removed.
+    reasoning (see `is_open`). White space around the tags is removed. A model may repeat the
+    begin tag; the repeated ones are removed, too.
     """
 
     begin: ClassVar[str]
@@ -58,7 +59,12 @@ class ReasoningParser:
     def _reasoning(self, text: str, final: bool) -> tuple[str, str]:
         if self._trim:
             text = text.lstrip()
-            self._trim = not text and not final
+            while text.startswith(self.begin):
+                text = text[len(self.begin) :].lstrip()
+            if self.begin.startswith(text) and not final:  # the start of another one, or nothing
+                self._held = text
+                return "", ""
+            self._trim = False
         thought, tag, answer = text.partition(self.end)
         if tag:
             self._state, self._trim = "content", True
