@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cpmcu.engine.request import Request
 from cpmcu.errors import OutputError
@@ -18,7 +18,8 @@ from cpmcu.serving.errors import ApiError
 from cpmcu.serving.request_id import request_id
 
 if TYPE_CHECKING:
-    from cpmcu.serving.service import Service
+    from cpmcu.serving.metrics import Metrics
+    from cpmcu.serving.model import Model
     from cpmcu.tokenizer import Tokenizer
 
 
@@ -39,6 +40,22 @@ class PrefillProgress:
 Item = PrefillProgress | StreamChunk
 
 
+class Host(Protocol):
+    """What a generation asks of the server: the model, admission, and counting."""
+
+    metrics: Metrics
+
+    @property
+    def model(self) -> Model:
+        """The model. Raises ApiError (503) while there is none."""
+
+    def submit(self, generation: Generation) -> None:
+        """Queues a generation. Raises ApiError if it is refused."""
+
+    def done(self, generation: Generation) -> None:
+        """Takes note of the end of a generation."""
+
+
 class Generation:
     """The engine requests of one HTTP request; their chunks are an async iterator.
 
@@ -49,7 +66,7 @@ class Generation:
 
     def __init__(
         self,
-        service: Service,
+        service: Host,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         loop: asyncio.AbstractEventLoop,

@@ -6,14 +6,11 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from cpmcu.checks import one_line, shown
 from cpmcu.grammar import Grammar
 from cpmcu.serving.errors import ApiError, refused
-
-if TYPE_CHECKING:
-    from cpmcu.serving.protocol.base import ResponseFormat
 
 # Last part of vLLM's field names (guided_json, structured_outputs.json) -> constructor.
 KINDS: dict[str, Callable[[Any], Grammar]] = {
@@ -31,6 +28,19 @@ FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramma
     "grammar": "gbnf",
     "ebnf": "gbnf",
 }
+
+
+class AnswerFormat(Protocol):
+    """A request's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    @property
+    def schema_given(self) -> dict[str, Any] | bool | None:
+        """The schema, if there is one."""
+
+    def check_extra(self) -> None:
+        """Raises ApiError (400) for an unknown member."""
 
 
 def available() -> bool:
@@ -57,7 +67,7 @@ def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
         raise ApiError(400, f"{param}: {error}.", param=param, code="invalid_value") from error
 
 
-def from_response_format(value: ResponseFormat | None) -> Grammar | None:
+def from_response_format(value: AnswerFormat | None) -> Grammar | None:
     """Returns the grammar of OpenAI's `response_format`. Raises ApiError (400)."""
     param = "response_format"
     if value is None:

@@ -6,15 +6,22 @@ Only the event loop's thread uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.responses import InputItem
 
-if TYPE_CHECKING:
-    from cpmcu.serving.response_run import ResponseRun
-
 _CHARACTERS = 1 << 20  # of text for each response, on average
+
+
+class Run(Protocol):
+    """A response that may not have ended."""
+
+    def response(self) -> dict[str, Any]:
+        """The response object."""
+
+    def cancel(self) -> None:
+        """Ends the response."""
 
 
 class Stored:
@@ -23,8 +30,8 @@ class Stored:
     `items`: the conversation before the response. `run` is None once the response has ended.
     """
 
-    def __init__(self, run: ResponseRun, items: Sequence[InputItem]) -> None:
-        self.run: ResponseRun | None = run
+    def __init__(self, run: Run, items: Sequence[InputItem]) -> None:
+        self.run: Run | None = run
         self.items = list(items)
         self.output: list[InputItem] = []
         self._ended: dict[str, Any] = {}

@@ -120,7 +120,13 @@ class Reply:
             more["usage"] = usage.model_dump()
         if self.wants_metrics:
             more["metrics"] = metrics_of([request.output() for request in generation.requests])
+        if self.body.timings_per_token:
+            more["timings"] = self.timings([generation.requests[0].output()])
         return self.chunk([], **more) if more else None
+
+    def timings(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any] | None:
+        """Returns the timings of the first output if they are requested."""
+        return metrics_of(outputs)["timings"] if self.body.timings_per_token else None
 
 
 def written(model: ApiModel) -> Response:

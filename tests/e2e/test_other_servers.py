@@ -210,3 +210,50 @@ def test_a_model_that_fills_no_gaps(server):
     message = error_of(server.post("/infill", body), 400)["message"]
     assert "no tokens such as <|fim_prefix|>" in message
     assert error_of(server.post("/infill", {"input_prefix": "a"}), 400)["param"] == "input_suffix"
+
+
+def test_tokens_under_llama_cpps_names(server):
+    known = server.post(
+        "/tokenize", {"prompt": "caf\u00e9 \u5a9a", "add_special_tokens": False}
+    ).json()
+    found = server.post("/tokenize", {"content": "caf\u00e9 \u5a9a"}).json()
+    assert found["tokens"] == known["tokens"]
+    special = server.post("/tokenize", {"content": "a", "add_special": True}).json()["tokens"]
+    assert special == server.post("/tokenize", {"prompt": "a"}).json()["tokens"]
+    pieces = server.post("/tokenize", {"content": "caf\u00e9 \u5a9a", "with_pieces": True}).json()
+    raw = b""
+    for token in pieces["tokens"]:
+        piece = token["piece"]
+        raw += piece.encode() if isinstance(piece, str) else bytes(piece)
+    assert raw.decode().strip() == "caf\u00e9 \u5a9a"
+    text = server.post("/detokenize", {"tokens": found["tokens"]}).json()["content"]
+    assert text.strip() == "caf\u00e9 \u5a9a"
+    both = server.post("/tokenize", {"content": "a", "prompt": "a"})
+    assert "one of prompt, content and messages" in error_of(both, 400)["message"]
+
+
+def test_a_completion_in_llama_cpps_shape(server):
+    body = {"prompt": TEXT["prompt"], "n_predict": 12, "temperature": 0}
+    found = server.post("/completion", body).json()
+    known = complete(server)["choices"][0]
+    assert found["content"] == known["text"]
+    assert (found["tokens_predicted"], found["stop_type"]) == (12, "limit")
+    stop = known["text"][3:6]
+    word = server.post("/completion", {**body, "stop": [stop]}).json()
+    assert (word["stop_type"], word["stopping_word"]) == ("word", stop)
+    several = server.post("/completion", {**body, "n": 2}).json()
+    assert [each["content"] for each in several] == [found["content"]] * 2
+
+
+def test_a_rendered_conversation(scripted):
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert scripted.post("/apply-template", body).json() == {"prompt": "Hi"}
+
+
+def test_timings(server):
+    assert complete(server, timings_per_token=True)["timings"]["predicted_n"] == 12
+    assert complete(server)["timings"] is None
+    stream = {**TEXT, "stream": True, "timings_per_token": True}
+    lines = server.post(COMPLETIONS, stream).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["timings"]["predicted_n"] == 12

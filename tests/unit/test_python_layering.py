@@ -85,3 +85,15 @@ def test_no_import_points_upwards() -> None:
             if line > (line_of(name) or 0):
                 wrong.append(f"{name} imports {target}")
     assert not wrong
+
+
+def test_no_circle_of_imports() -> None:
+    known = modules()
+    imports = {
+        name: set(imported(path, known)) & known.keys() - {name} for name, path in known.items()
+    }
+    while free := [name for name, needed in imports.items() if not needed & imports.keys()]:
+        for name in free:
+            del imports[name]
+    # What is left imports something that is left: a circle, or what leads to one.
+    assert not {name: sorted(needed & imports.keys()) for name, needed in imports.items()}

@@ -47,6 +47,7 @@ T = TypeVar("T", bound=type[DrafterOptions])
 _kinds: dict[str, type[DrafterOptions]] = {}
 _additions: set[str] = set()
 _aliases: dict[str, str] = {}
+_fallback: list[type[DrafterOptions]] = [DrafterOptions]
 
 
 def register_options(name: str, *aliases: str, addition: bool = False) -> Callable[[T], T]:
@@ -75,6 +76,12 @@ def register_options(name: str, *aliases: str, addition: bool = False) -> Callab
     return register
 
 
+def fallback_options(kind: T) -> T:
+    """Makes the decorated dataclass the options of drafters without own ones."""
+    _fallback[0] = kind
+    return kind
+
+
 def registered_options() -> dict[str, type[DrafterOptions]]:
     """Drafter -> its options."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
@@ -90,9 +97,7 @@ def name_of(method: str) -> str:
 
 def options_of(method: str) -> type[DrafterOptions]:
     """The options of a drafter; those of trees if it has no own, or its name is not known."""
-    from cpmcu.drafters.options.trees import TreeOptions  # which imports this module
-
-    return registered_options().get(name_of(method), TreeOptions)
+    return registered_options().get(name_of(method), _fallback[0])
 
 
 def additions() -> list[type[DrafterOptions]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from cpmcu.drafters.options import DrafterOptions
+from cpmcu.drafters.options import DrafterOptions, fallback_options
 from cpmcu.options import option
 
 # As in csrc/kernels/tree/tree.h.
@@ -35,6 +35,7 @@ SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
 
 
+@fallback_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeOptions(DrafterOptions):
     """Options of a drafter whose trees grow level by level."""

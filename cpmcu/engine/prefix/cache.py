@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cpmcu.engine.prefix.host import HostTier
 from cpmcu.engine.prefix.index import Entry, PrefixIndex
@@ -22,12 +22,19 @@ from cpmcu.engine.prefix.keys import Hash, page_keys, root_key, xxh3_128
 if TYPE_CHECKING:
     from cpmcu import C
     from cpmcu.engine.prefix.disk_tier import DiskTier
-    from cpmcu.engine.request import Request
 
 
 EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
 FEWEST_STATES = 8  # checkpoints of per-slot state
 SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
+
+
+class Sequenced(Protocol):
+    """What the cache asks of a sequence: its tokens, and whom it shares pages with."""
+
+    prompt: list[int]
+    tokens: list[int]
+    cache_salt: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -293,7 +300,7 @@ class PrefixCache:
         if self._pages_are_scarce:
             self._host.grow()
 
-    def end(self, prefix: Prefix, slot: int, num_read: int, request: Request) -> None:
+    def end(self, prefix: Prefix, slot: int, num_read: int, request: Sequenced) -> None:
         """Ends a sequence of which prefill has read `num_read` tokens.
 
         Call it before the slot is released.

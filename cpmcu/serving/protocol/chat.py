@@ -368,3 +368,4 @@ class ChatResponse(ApiModel):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     metrics: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None

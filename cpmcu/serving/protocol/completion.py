@@ -97,3 +97,4 @@ class CompletionResponse(ApiModel):
     choices: list[CompletionChoice]
     usage: UsageInfo
     metrics: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None

@@ -36,6 +36,9 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = Field(None, description="llama.cpp's prompt, without special tokens")
+    add_special: bool = Field(False, description="Add special tokens to content")
+    with_pieces: bool = Field(False, description="Give content's tokens as id and piece")
     messages: Items[ChatMessage] | None = Field(None, min_length=1)
     tools: Items[Tool] | None = None
     add_special_tokens: bool | None = Field(
@@ -51,13 +54,14 @@ class TokenizeRequest(RequestModel):
     @property
     def text_length(self) -> int:
         """Characters of the prompt, or of all messages together."""
-        return len(self.prompt or "") + text_length(self.messages or [])
+        return len(self.prompt or self.content or "") + text_length(self.messages or [])
 
     def check(self) -> None:
-        """Raises ApiError (400) unless exactly one of prompt and messages is given."""
+        """Raises ApiError (400) unless exactly one of prompt, content and messages is given."""
         self.check_extra()
-        if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "Give either prompt or messages.", param="prompt")
+        given = [each for each in (self.prompt, self.content, self.messages) if each is not None]
+        if len(given) != 1:
+            raise ApiError(400, "Give one of prompt, content and messages.", param="prompt")
 
 
 class TokenizeResponse(ApiModel):
@@ -65,7 +69,7 @@ class TokenizeResponse(ApiModel):
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[dict[str, Any]]
     token_strs: list[str] | None = None
 
 
@@ -80,6 +84,7 @@ class DetokenizeResponse(ApiModel):
     """The text."""
 
     prompt: str
+    content: str = Field(description="The same, under llama.cpp's name")
 
 
 class TokenizerInfo(ApiModel):

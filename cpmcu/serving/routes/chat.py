@@ -81,6 +81,7 @@ class ChatReply:
             ),
             prompt_token_ids=generation.prompts[0] if self._body.return_token_ids else None,
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
+            timings=reply.timings(outputs),
         )
 
     def choice(self, output: CompletionOutput) -> ChatChoice:

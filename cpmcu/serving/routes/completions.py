@@ -140,6 +140,7 @@ class _Completion:
             choices=[self._choice(number, output) for number, output in enumerate(outputs)],
             usage=reply.usage(self._job.generation, 0 if self._only_echo else None),
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
+            timings=reply.timings(outputs),
         )
 
     @property

@@ -23,6 +23,7 @@ from cpmcu.serving.protocol.other import (
 )
 from cpmcu.serving.responses import service_of, written
 from cpmcu.serving.service import Service
+from cpmcu.token_text import TokenTexts
 
 router = APIRouter(
     tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 408, 413, 503)}
@@ -48,7 +49,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
     check_ids(body.tokens, model.llm.spec.vocab_size)
     decode = functools.partial(model.llm.tokenizer.decode, skip_special_tokens=False)
     text = await service.workers.run(request, len(body.tokens), decode, body.tokens)
-    return DetokenizeResponse(prompt=text)
+    return DetokenizeResponse(prompt=text, content=text)
 
 
 @router.get("/tokenizer_info")
@@ -92,11 +93,12 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
 
 def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
-    if body.prompt is not None:
-        check_text(body.prompt, "prompt", service.config.max_text_length)
-        text, field, special = body.prompt, "prompt", body.add_special_tokens is not False
+    if body.messages is None:
+        field = "content" if body.prompt is None else "prompt"
+        text = str(getattr(body, field))
+        check_text(text, field, service.config.max_text_length)
+        special = body.add_special if body.prompt is None else body.add_special_tokens is not False
     else:
-        assert body.messages is not None
         messages = checked(body.messages, service.config)
         text = render(
             model.template,
@@ -110,10 +112,22 @@ def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     tokens = encode(model.llm.tokenizer, text, field, special=special)
     tokenizer = model.llm.tokenizer
     texts = [tokenizer.piece(t) or "" for t in tokens] if body.return_token_strs else None
+    shown: list[Any] = tokens
+    if body.with_pieces:
+        shown = [{"id": token, "piece": _piece(model.llm.token_texts, token)} for token in tokens]
     found = TokenizeResponse.model_construct(
         count=len(tokens),
         max_model_len=model.llm.max_length,
-        tokens=tokens,
+        tokens=shown,
         token_strs=texts,
     )
     return written(found)
+
+
+def _piece(texts: TokenTexts, token: int) -> str | list[int]:
+    """A token's text; its bytes if they are no whole characters."""
+    raw = texts.bytes_of(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
