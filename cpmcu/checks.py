@@ -5,8 +5,38 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+
+class FieldError(ValueError):
+    """A wrong value of a field. `field`: a name of SamplingParams, "prompt" or "grammar"."""
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PromptTooLongError(FieldError):
+    """A prompt of `tokens` tokens, or of at least so many, where `most` fit with the output."""
+
+    def __init__(
+        self, message: str, *, tokens: int = 0, most: int = 0, at_least: bool = False
+    ) -> None:
+        super().__init__(message, field="prompt")
+        self.tokens, self.most, self.at_least = tokens, most, at_least
+
+
+@contextmanager
+def of_field(name: str) -> Iterator[None]:
+    """Names the field of a ValueError."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError(str(error), field=name) from error
 
 
 def shown(value: object, limit: int = 64) -> str:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.checks import integer, listed, shown
+from cpmcu.checks import FieldError, PromptTooLongError, integer, listed, of_field, shown
 from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
@@ -253,20 +253,25 @@ class LLM:
         ImportError if the grammar needs a missing package.
         """
         if not prompt:
-            raise ValueError("the prompt is empty, but must have at least one token")
+            raise FieldError(
+                "the prompt is empty, but must have at least one token", field="prompt"
+            )
         if len(prompt) >= self.max_length:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens, but prompt and output together can have "
-                f"{self.max_length}"
+                f"{self.max_length}",
+                tokens=len(prompt),
+                most=self.max_length,
             )
         vocab_size = int(self.spec.vocab_size)
         from cpmcu import C
 
         outside = C.first_outside(list(prompt), vocab_size)
         if outside >= 0:
-            raise ValueError(
+            raise FieldError(
                 f"the prompt has token id {prompt[outside]}, but the vocabulary has {vocab_size} "
-                "tokens"
+                "tokens",
+                field="prompt",
             )
         room = self.max_length - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -355,7 +360,8 @@ class LLM:
                 from cpmcu.engine.grammar import GrammarCompiler  # loads numpy
 
                 self._grammars = GrammarCompiler(self.tokenizer, int(self.spec.vocab_size))
-        return self._grammars.start(grammar)
+        with of_field("grammar"):
+            return self._grammars.start(grammar)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[list[int], BadWords | None]:
         """(Tokens that are words alone, the words of several tokens), each also after a space."""

@@ -14,7 +14,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.checks import as_float32, integer, listed, number, shown, truth
+from cpmcu.checks import (
+    FieldError,
+    as_float32,
+    integer,
+    listed,
+    number,
+    of_field,
+    shown,
+    truth,
+)
 from cpmcu.config import option
 from cpmcu.grammar import Grammar
 
@@ -130,91 +139,73 @@ class SamplingParams:
     n: int = option(1, "number of outputs per prompt", flags=("--num-outputs",), brief="")
 
     def __post_init__(self) -> None:
-        self._normalise()
-        _in_range("temperature", self.temperature, 0.0, math.inf)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("top_k", self.top_k, 0, math.inf)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("seed", self.seed, 0, SEED_LIMIT - 1)
-        _in_range("max_tokens", self.max_tokens, 0, math.inf)
-        _in_range("min_tokens", self.min_tokens, 0, math.inf)
+        for field in dataclasses.fields(self):
+            with of_field(field.name):
+                self._normalise(field.name)
+                self._check(field.name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
+            raise FieldError(
                 f"min_tokens is {self.min_tokens}, but must be at most max_tokens, which is "
-                f"{self.max_tokens}"
+                f"{self.max_tokens}",
+                field="min_tokens",
             )
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            _in_range(name, wanted, 0, math.inf)
-            if wanted is not None and wanted > MAX_LOGPROBS:
-                raise ValueError(f"{name} is {wanted}, but must be at most {MAX_LOGPROBS}")
-        _in_range("n", self.n, 1, math.inf)
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
-            raise ValueError(
+            raise FieldError(
                 "max_tokens is 0, but must be a finite number at least 1 unless prompt_logprobs is "
-                "given and n is 1"
+                "given and n is 1",
+                field="max_tokens",
             )
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"stop holds {shown(text)}, but must hold texts of at least one letter"
-                )
-        for i, token in enumerate(self.stop_token_ids):
-            _in_range(f"stop_token_ids[{i}]", token, 0, math.inf)
-        for i, token in enumerate(self.allowed_token_ids or ()):
-            _in_range(f"allowed_token_ids[{i}]", token, 0, math.inf)
-        for i, word in enumerate(self.bad_words):
-            if not isinstance(word, str) or not word.strip():
-                raise ValueError(
-                    f"bad_words[{i}] is {shown(word)}, but must be a text that is not blank"
-                )
-        for token, bias in (self.logit_bias or {}).items():
-            _in_range("a logit_bias token id", token, 0, math.inf)
-            _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
-        _check_salt(self.cache_salt)
-        truth("ignore_eos", self.ignore_eos)
-        truth("skip_special_tokens", self.skip_special_tokens)
-        truth("include_stop_str_in_output", self.include_stop_str_in_output)
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise ValueError(f"grammar is {shown(self.grammar)}, but must be a cpmcu.Grammar")
 
-    def _normalise(self) -> None:
-        """Converts each field to its declared type. Raises ValueError if that is impossible."""
-        change = functools.partial(object.__setattr__, self)
-        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                change(name, integer(name, getattr(self, name)))
-        change("n", integer("n", self.n))
-        change("min_tokens", integer("min_tokens", self.min_tokens))
-        number("presence_penalty", self.presence_penalty)
-        number("frequency_penalty", self.frequency_penalty)
-        if not isinstance(self.stop, str):
-            stop = () if self.stop is None else self.stop
-            change("stop", tuple(listed("stop", stop, "a text or a list of texts")))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = listed("stop_token_ids", ids, "a list of token ids")
-        named = (integer(f"stop_token_ids[{i}]", token) for i, token in enumerate(ids))
-        change("stop_token_ids", tuple(named))
-        words = () if self.bad_words is None else self.bad_words
-        change("bad_words", tuple(listed("bad_words", words, "a list of texts")))
-        if self.allowed_token_ids is not None:
-            ids = listed("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
-            if not len(ids):
-                raise ValueError("allowed_token_ids is [], but must have at least one token id")
-            named = (integer(f"allowed_token_ids[{i}]", token) for i, token in enumerate(ids))
-            change("allowed_token_ids", tuple(dict.fromkeys(named)))
-        if isinstance(self.logit_bias, Mapping):
-            biases = {integer("a logit_bias token id", t): b for t, b in self.logit_bias.items()}
-            for token, bias in biases.items():
-                number(f"the logit_bias of token {token}", bias)
-            change("logit_bias", biases)
-        elif self.logit_bias is not None:
-            raise ValueError(
-                f"logit_bias is {shown(self.logit_bias)}, but must map token ids to numbers"
-            )
+    def _normalise(self, name: str) -> None:
+        """Converts a field to its declared type. Raises ValueError if that is impossible."""
+        change = functools.partial(object.__setattr__, self, name)
+        value = getattr(self, name)
+        if name in ("n", "min_tokens"):
+            change(integer(name, value))
+        elif name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            change(None if value is None else integer(name, value))
+        elif name in ("presence_penalty", "frequency_penalty"):
+            number(name, value)
+        elif name == "stop":
+            if not isinstance(value, str):
+                change(tuple(listed(name, () if value is None else value, _TEXTS)))
+        elif name == "bad_words":
+            change(tuple(listed(name, () if value is None else value, "a list of texts")))
+        elif name == "stop_token_ids":
+            change(_token_ids(name, () if value is None else value))
+        elif name == "allowed_token_ids" and value is not None:
+            change(tuple(dict.fromkeys(_token_ids(name, value))))
+        elif name == "logit_bias" and value is not None:
+            change(_biases(value))
+
+    def _check(self, name: str) -> None:
+        """Raises ValueError for a value out of range."""
+        value = getattr(self, name)
+        if name in _RANGES:
+            low, high, open_low = _RANGES[name]
+            _in_range(name, value, low, high, open_low=open_low)
+        if name in ("logprobs", "prompt_logprobs") and (value or 0) > MAX_LOGPROBS:
+            raise ValueError(f"{name} is {value}, but must be at most {MAX_LOGPROBS}")
+        if name == "stop":
+            for text in self.stop_strings:
+                if not isinstance(text, str) or not text:
+                    raise ValueError(
+                        f"stop holds {shown(text)}, but must hold texts of at least one letter"
+                    )
+        elif name == "allowed_token_ids" and value == ():
+            raise ValueError("allowed_token_ids is [], but must have at least one token id")
+        elif name == "bad_words":
+            for i, word in enumerate(value):
+                if not isinstance(word, str) or not word.strip():
+                    raise ValueError(
+                        f"bad_words[{i}] is {shown(word)}, but must be a text that is not blank"
+                    )
+        elif name == "cache_salt":
+            _check_salt(value)
+        elif name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            truth(name, value)
+        elif name == "grammar" and value is not None and not isinstance(value, Grammar):
+            raise ValueError(f"grammar is {shown(value)}, but must be a cpmcu.Grammar")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -265,8 +256,9 @@ def to_engine(
     for name in ("logit_bias", "allowed_token_ids"):
         for token in getattr(params, name) or ():
             if token >= vocab_size:
-                raise ValueError(
-                    f"{name} names token {token}, but the vocabulary has {vocab_size} tokens"
+                raise FieldError(
+                    f"{name} names token {token}, but the vocabulary has {vocab_size} tokens",
+                    field=name,
                 )
     bias = dict(params.logit_bias or {}) | dict.fromkeys(banned_ids, -math.inf)
     if params.allowed_token_ids is not None:
@@ -287,6 +279,46 @@ def to_engine(
         stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
         max_tokens=max_tokens,
     )
+
+
+# Field -> lowest value, highest, and whether the lowest is excluded.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, math.inf, False),
+    "top_p": (0.0, 1.0, True),
+    "top_k": (0, math.inf, False),
+    "min_p": (0.0, 1.0, False),
+    "seed": (0, SEED_LIMIT - 1, False),
+    "max_tokens": (0, math.inf, False),
+    "min_tokens": (0, math.inf, False),
+    "repetition_penalty": (0.0, math.inf, True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+    "logprobs": (0, math.inf, False),
+    "prompt_logprobs": (0, math.inf, False),
+    "n": (1, math.inf, False),
+}
+_TEXTS = "a text or a list of texts"
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The ids of a list. Raises ValueError."""
+    ids = []
+    for i, token in enumerate(listed(name, value, "a list of token ids")):
+        ids.append(integer(f"{name}[{i}]", token))
+        _in_range(f"{name}[{i}]", ids[-1], 0, math.inf)
+    return tuple(ids)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Token id -> bias. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias is {shown(value)}, but must map token ids to numbers")
+    biases = {integer("a logit_bias token id", token): bias for token, bias in value.items()}
+    for token, bias in biases.items():
+        _in_range("a logit_bias token id", token, 0, math.inf)
+        number(f"the logit_bias of token {token}", bias)
+        _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+    return biases
 
 
 def _check_salt(value: str) -> None:

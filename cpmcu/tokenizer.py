@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cpmcu.checks import one_line, shown
+from cpmcu.checks import FieldError, PromptTooLongError, one_line, shown
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading.index import check_file
 from cpmcu.loading.model_files import model_files
@@ -133,9 +133,10 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise FieldError(
                 f"the prompt holds {text[error.start]!r}, half of a surrogate pair, but must be "
-                "Unicode text"
+                "Unicode text",
+                field="prompt",
             ) from error
         return self._backend.encode(text, add_special_tokens, max_length)
 
@@ -146,9 +147,12 @@ class Tokenizer:
         longest = self._longest_token
         least = 0 if longest is None else -(-len(text) // longest)
         if least > max_length:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, which are at least {least} tokens, but "
-                f"prompt and output together can have {max_length}"
+                f"prompt and output together can have {max_length}",
+                tokens=least,
+                most=max_length,
+                at_least=True,
             )
 
     @functools.cached_property

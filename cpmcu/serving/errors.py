@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from cpmcu.checks import PromptTooLongError
 from cpmcu.serving.request_id import request_id
 
 CLIENT_LEFT = 499  # nginx's status for a request whose client disconnected
@@ -51,11 +52,13 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         headers: Mapping[str, str] | None = None,
+        too_long: PromptTooLongError | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.too_long = too_long
         self.headers = dict(headers or {})
         if retry_after is not None:
             self.headers["Retry-After"] = str(retry_after)
@@ -70,7 +73,14 @@ class ApiError(Exception):
         if name is None:
             return self
         message = str(self).replace(self.param or "", name)
-        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+        return ApiError(
+            self.status,
+            message,
+            param=name,
+            code=self.code,
+            headers=self.headers,
+            too_long=self.too_long,
+        )
 
     def response(self, path: str) -> JSONResponse:
         """Returns the error as an HTTP response in the format of the interface at `path`."""
@@ -81,8 +91,8 @@ class ApiError(Exception):
     def messages_body(self) -> dict[str, Any]:
         """Returns the error as a JSON object in Anthropic's format."""
         message = _printable(str(self))
-        if self.code == "context_length_exceeded":
-            message = _prompt_too_long(message)
+        if self.too_long is not None:
+            message = _prompt_too_long(self.too_long)
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(self.status, other)
         error: dict[str, Any] = {"type": kind, "message": message}
@@ -104,15 +114,14 @@ def _printable(message: str) -> str:
     return message.encode("utf-8", "backslashreplace").decode()
 
 
-def _prompt_too_long(message: str) -> str:
+def _prompt_too_long(error: PromptTooLongError) -> str:
     """Returns Anthropic's sentence, by which clients know that they must shorten the prompt."""
-    pattern = r"(at least )?(\d+) tokens, but prompt and output together can have (\d+)"
-    numbers = re.search(pattern, message)
-    if numbers is None:
-        return f"prompt is too long: {message}"
-    bound, tokens, most = numbers.groups()
-    end = f"; it has {bound}{tokens} tokens" if bound else ""  # clients read both numbers
-    return f"prompt is too long: {tokens} tokens > {most} maximum, prompt and output together{end}."
+    # Clients read both numbers, so the bound is said behind them.
+    end = f"; it has at least {error.tokens} tokens" if error.at_least else ""
+    return (
+        f"prompt is too long: {error.tokens} tokens > {error.most} maximum, prompt and output "
+        f"together{end}."
+    )
 
 
 def internal_error() -> ApiError:

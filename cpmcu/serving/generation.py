@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cpmcu.checks import FieldError, PromptTooLongError
 from cpmcu.engine.request import Request
 from cpmcu.errors import OutputError
 from cpmcu.grammar import GrammarError
@@ -246,21 +247,16 @@ def bad_value(
 ) -> ApiError:
     """Returns a 400 with the message of SamplingParams, LLM.prepare or a tokenizer.
 
-    The error's `param` is the request field that the message names: `grammar_field` for a grammar.
+    The error's `param` is the request's name of the error's field.
     """
     message = str(error)
-    if message.startswith("the prompt"):
-        too_long = "prompt and output together" in message
-        code = "context_length_exceeded" if too_long else "invalid_value"
-        return ApiError(400, f"T{message[1:]}.", param=prompt_field, code=code)
-    # "temperature is ...", "stop_token_ids[0] is ...", "the logit_bias of ...", "the regex ..."
-    first = [word.partition("[")[0] for word in message.split()[:2]]
-    field = next((word for word in first if word in _FIELDS), None)
-    if field is None and " cannot be used: " in message:  # "the json schema cannot be used: ..."
-        field = grammar_field
+    field = error.field if isinstance(error, FieldError) else None
+    code = "invalid_value"
+    too_long = error if isinstance(error, PromptTooLongError) else None
+    if too_long is not None:
+        code = "context_length_exceeded"
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]
-    return ApiError(400, f"{message}.", param=field, code="invalid_value")
-
-
-_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+    names = {"prompt": prompt_field, "grammar": grammar_field}
+    param = names.get(field, field) if field else None
+    return ApiError(400, f"{message}.", param=param, code=code, too_long=too_long)

@@ -97,7 +97,9 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
 
     A client may give the same source under an old and a new name; they are one.
     """
-    given = {name: value for name, value in fields.items() if value not in (None, "")}
+    given = {name: value for name, value in fields.items() if value is not None}
+    if given.get("grammar") == "":  # llama.cpp's clients send it for none
+        del given["grammar"]
     if len({(_kind(name), json.dumps(value, sort_keys=True)) for name, value in given.items()}) > 1:
         raise ApiError(
             400,

@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
+    "suffix": ("",),
     "thinking": (),
     "thinking_budget": (),
     "thinking_token_budget": (),
@@ -80,6 +81,7 @@ IGNORED = {
     "verbosity",
 }
 _REASONS = {
+    "suffix": "/v1/completions fills gaps",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
 
