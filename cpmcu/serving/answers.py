@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from cpmcu.outputs import CompletionOutput
+from cpmcu.outputs import CompletionOutput, Timings
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.tool_parsers.base import ToolParser
 from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
@@ -88,7 +88,7 @@ class AnswerParser:
 def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
     """`metrics` of a response: acceptance of all choices, timings of the first choice."""
     timings = outputs[0].timings
-    found: dict[str, Any] = {
+    found: dict[str, Any] = _latencies(timings) | {
         # Names of llama.cpp.
         "timings": {
             "queue_ms": 1e3 * timings.queue_s,
@@ -110,6 +110,22 @@ def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         found["timings"]["draft_n"] = spec.num_draft_tokens
         found["timings"]["draft_n_accepted"] = spec.num_accepted_draft_tokens
     return found
+
+
+def _latencies(timings: Timings) -> dict[str, float]:
+    """Times of a choice with vLLM's names, all without the queue but `queue_time_ms`.
+
+    `mean_itl_ms` is there only if there was a second token.
+    """
+    later = timings.output_tokens - 1
+    total = timings.prefill_s + timings.decode_s
+    found = {
+        "time_to_first_token_ms": 1e3 * timings.prefill_s,
+        "generation_time_ms": 1e3 * timings.decode_s,
+        "queue_time_ms": 1e3 * timings.queue_s,
+        "tokens_per_second": timings.output_tokens / total if total > 0 else 0.0,
+    }
+    return found | ({"mean_itl_ms": 1e3 * timings.decode_s / later} if later > 0 else {})
 
 
 def _sum(specs: Sequence[SpecDecodeMetrics]) -> SpecDecodeMetrics:

@@ -50,6 +50,12 @@ def test_a_prompt_is_cut_to_its_last_tokens(server):
     assert complete(server, **long)["usage"]["completion_tokens"] == 2
     reply = server.post(CHAT, {**HELLO, "max_tokens": 2, "truncate_prompt_tokens": 4})
     assert reply.json()["usage"]["prompt_tokens"] == 4
+    for side, kept in (("right", ids[:3]), ("left", ids[-3:])):
+        fields = {"truncate_prompt_tokens": 3, "truncation_side": side, "return_token_ids": True}
+        assert complete(server, **fields)["choices"][0]["prompt_token_ids"] == kept
+    for most in (0, len(ids) + 5):
+        reply = server.post(COMPLETIONS, {**TEXT, "truncate_prompt_tokens": most})
+        assert reply.status_code == (200 if most else 400)
 
 
 def test_prompt_logprobs_of_minus_one_are_the_most(server):
@@ -93,6 +99,25 @@ def test_wrong_grammars(server):
     assert "exclude each other" in error_of(server.post(COMPLETIONS, both), 400)["message"]
     beams = error_of(server.post(COMPLETIONS, {**TEXT, "use_beam_search": True}), 400)
     assert "ask for n outputs" in beams["message"]
+    empty = error_of(server.post(COMPLETIONS, {**TEXT, "structured_outputs": {"grammar": ""}}), 400)
+    assert empty["param"] == "structured_outputs.grammar"
+    assert (
+        complete(server, grammar="")["choices"][0]["text"] == complete(server)["choices"][0]["text"]
+    )
+
+
+def test_every_wrong_key_of_a_bias_is_named(server):
+    bias = {"a": 1, "5": 1, "b": 1}
+    message = error_of(server.post(CHAT, {**HELLO, "logit_bias": bias}), 400)["message"]
+    assert "'a', 'b'" in message
+
+
+def test_latencies_with_vllms_names(server):
+    metrics = complete(server, max_tokens=1, return_metrics=True)["metrics"]
+    names = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "tokens_per_second"}
+    assert names <= set(metrics) and "mean_itl_ms" not in metrics
+    metrics = complete(server, max_tokens=4, ignore_eos=True, return_metrics=True)["metrics"]
+    assert metrics["generation_time_ms"] == pytest.approx(3 * metrics["mean_itl_ms"])
 
 
 def test_system_fingerprint(server):

@@ -23,6 +23,7 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
 MAX_SALT_LENGTH = 1024
 MAX_BAD_WORDS = 1024
+MAX_NAMED = 8  # wrong values that an error names
 
 # Unsupported fields that change the output -> their neutral values, which are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -39,6 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "max_tool_calls": (),
     "media_io_kwargs": ({},),
     "min_new_tokens": (0,),
@@ -82,6 +84,7 @@ IGNORED = {
 }
 _REASONS = {
     "suffix": "/v1/completions fills gaps",
+    "logprob_token_ids": "only the likeliest tokens have log-probabilities; ask for top_logprobs",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
 
@@ -240,7 +243,10 @@ class GenerationRequest(SamplingRequest):
         description="Log-probabilities of the prompt, with so many likeliest tokens each; -1: most",
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep so many last tokens of the prompt; -1: all that fit"
+        None, ge=-1, description="Keep so many tokens of the prompt, the last; -1: all that fit"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="The end that truncate_prompt_tokens cuts; default: left"
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name the tokens of log-probabilities token_id:N"
@@ -325,13 +331,14 @@ class GenerationRequest(SamplingRequest):
         raise NotImplementedError
 
     def truncated(self, ids: list[int], max_length: int) -> list[int]:
-        """The last tokens of a prompt, as `truncate_prompt_tokens` says."""
+        """The tokens of a prompt that `truncate_prompt_tokens` and `truncation_side` keep."""
         if self.truncate_prompt_tokens is None:
             return ids
         most = self.truncate_prompt_tokens
         if most == -1:
             most = max(1, max_length - max(1, self.token_limit or 1))
-        return ids[-most:] if most else []
+        start = 0 if self.truncation_side == "right" else max(0, len(ids) - most)
+        return ids[start : start + most]
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the arguments of SamplingParams, without max_tokens and logprobs.
@@ -382,7 +389,8 @@ class GenerationRequest(SamplingRequest):
         if wrong:
             raise ApiError(
                 400,
-                f"logit_bias has the key {shown(wrong[0])}, but must map token ids to numbers.",
+                f"logit_bias has {'the key' if len(wrong) == 1 else 'the keys'} "
+                f"{', '.join(map(shown, wrong[:MAX_NAMED]))}, but must map token ids to numbers.",
                 param="logit_bias",
                 code="invalid_value",
             )
