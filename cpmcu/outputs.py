@@ -51,6 +51,7 @@ class Timings:
     output_tokens: int
     decode_steps: int  # engine steps after prefill that emitted tokens of this choice
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    preemptions: int = 0  # times this output gave up its slot because pages ran out
     grammar_s: float = 0.0  # computing grammar masks; mostly overlaps device work
 
     @property

@@ -83,6 +83,7 @@ class Request:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = [] if want_logprobs else None
         self._decode_steps = 0
+        self.num_preemptions = 0
         self._acceptance = acceptance
         self._arrived = time.perf_counter()
         self._started = self._first = self._last = 0.0
@@ -236,6 +237,7 @@ class Request:
             output_tokens=len(self.tokens),
             cached_tokens=self.cached_tokens or 0,
             decode_steps=self._decode_steps,
+            preemptions=self.num_preemptions,
             grammar_s=self.grammar.seconds if self.grammar is not None else 0.0,
         )
 

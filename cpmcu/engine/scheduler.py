@@ -383,6 +383,7 @@ class Scheduler:
             self._end_without_pages(victim)
             return
         self.num_preemptions += 1
+        victim.request.num_preemptions += 1
         if self._swap_out(victim):
             logger.info("KV pages ran out: request %d moves to host memory", victim.request.id)
             return

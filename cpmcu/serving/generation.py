@@ -255,6 +255,8 @@ def bad_value(
     too_long = error if isinstance(error, PromptTooLongError) else None
     if too_long is not None:
         code = "context_length_exceeded"
+        # LiteLLM, and so aider, knows a full context by these words.
+        message += ": it is longer than the model's context length"
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]
     names = {"prompt": prompt_field, "grammar": grammar_field}

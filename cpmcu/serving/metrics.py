@@ -42,6 +42,7 @@ _HISTOGRAMS = (
     ("generation", "request_generation_tokens", "Generated tokens of an output.", _TOKENS),
     ("max_tokens", "request_params_max_tokens", "max_tokens of a request.", _TOKENS),
     ("n", "request_params_n", "n of a request.", _CHOICES),
+    ("preemptions", "request_num_preemptions", "Preemptions of an output.", _CHOICES),
     (
         "computed",
         "request_prefill_kv_computed_tokens",
@@ -147,6 +148,7 @@ class Metrics:
         self._finished.labels(**self._labels, finished_reason=output.finish_reason).inc()
         observe = self._histograms
         observe["generation"].observe(timings.output_tokens)
+        observe["preemptions"].observe(timings.preemptions)
         if timings.output_tokens:
             if output.index == 0:
                 self._counters["prompt_tokens"].inc(timings.prompt_tokens)

@@ -184,6 +184,8 @@ class Service:
         found = {
             "block_size": load.page_size,
             "num_gpu_blocks": load.num_pages,
+            "kv_cache_size_tokens": load.page_size * load.num_pages,
+            "kv_cache_max_concurrency": f"{load.page_size * load.num_pages / llm.max_length:.2f}",
             "cache_dtype": llm.spec.dtype,
             "gpu_memory_utilization": llm.config.memory_limit,
             "enable_prefix_caching": llm.config.prefix_cache,

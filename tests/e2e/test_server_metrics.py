@@ -42,6 +42,7 @@ def test_names_of_metrics(server):
         "vllm:request_prefill_time_seconds_count",
         "vllm:request_decode_time_seconds_count",
         "vllm:request_prefill_kv_computed_tokens_count",
+        "vllm:request_num_preemptions_count",
         "vllm:prefix_cache_queries_total",
         "vllm:prefix_cache_hits_total",
         "vllm:spec_decode_num_drafts_total",

@@ -306,4 +306,7 @@ def test_metrics_of_steps_and_of_the_cache(server, client):
     (line,) = re.findall(r"^vllm:cache_config_info{(.*)} 1\.0$", text, re.MULTILINE)
     found = dict(re.findall(r'(\w+)="([^"]*)"', line))
     assert found["block_size"] == "64" and int(found["num_gpu_blocks"]) > 10
+    size = int(found["block_size"]) * int(found["num_gpu_blocks"])
+    assert int(found["kv_cache_size_tokens"]) == size
+    assert float(found["kv_cache_max_concurrency"]) > 1
     assert found["model_name"] == MODEL

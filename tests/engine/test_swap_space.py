@@ -46,7 +46,8 @@ def submit_and_check(runner: Runner, models: Models, family: str) -> None:
     runner.submit(*(job.request for job, _, _ in jobs))
     for job, ids, name in jobs:
         assert job.wait() == models.plain(family, ids, COUNT, **SAMPLINGS[name])
-    assert runner.load().preemptions > 0
+    counts = [job.request.num_preemptions for job, _, _ in jobs]
+    assert runner.load().preemptions == sum(counts) > 0
     assert runner.load().waiting == 0
 
 
