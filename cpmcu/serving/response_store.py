@@ -89,7 +89,7 @@ class ResponseStore:
         """Returns a response. Raises ApiError (404) if it is not here."""
         stored = self._found.get(id)
         if stored is None:
-            raise self._unknown(f"There is no response {id[:64]!r}", "response_id", 404)
+            raise self._unknown(f"Response with id {id[:64]!r} not found", "response_id", 404)
         return stored
 
     def previous(self, id: str) -> Stored:

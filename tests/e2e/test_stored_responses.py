@@ -177,6 +177,9 @@ def test_in_the_background(few):
     ended = post(few, input="x", background=True)
     assert wait_for(few, ended["id"])["status"] == "incomplete"
     assert error_of(few.post(f"{PATH}/{ended['id']}/cancel", None), 400)["code"] == "response_ended"
+    error = error_of(few.post(f"{PATH}/{post(few, input='x')['id']}/cancel", None), 400)
+    assert "synchronous" in error["message"]
+    assert "resp_x' not found" in error_of(few.get(f"{PATH}/resp_x"), 404)["message"]
 
 
 def test_cancel_ends_a_stream(few):

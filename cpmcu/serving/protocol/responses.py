@@ -214,7 +214,7 @@ class ResponsesRequest(SamplingRequest):
                 "background and stream exclude each other: GET /v1/responses/ID has the response.",
             )
         if self.background and not self.wants_store:
-            raise refused("background", "background needs store: true.")
+            raise refused("background", "background can only be used when `store` is true.")
 
     def _check_schemas(self) -> None:
         """Raises ApiError (400) for a schema that the response could not repeat."""

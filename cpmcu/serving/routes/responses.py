@@ -160,6 +160,13 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     stored = service_of(request).responses.get(response_id)
     if stored.run is not None:
         stored.run.cancel()
+    elif not stored.response["background"]:
+        raise ApiError(
+            400,
+            "Cannot cancel a synchronous response: background is false.",
+            param="response_id",
+            code="response_ended",
+        )
     elif (status := stored.response["status"]) != "cancelled":
         raise ApiError(
             400,
