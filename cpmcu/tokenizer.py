@@ -228,9 +228,11 @@ class _FastBackend:
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=own)
         length = len(found) + (len(first) + len(last) if special else 0)
         if max_length is not None and length > max_length:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {length} tokens, but prompt and output together can have "
-                f"{max_length}"
+                f"{max_length}",
+                tokens=length,
+                most=max_length,
             )
         ids = _ids_of(found)
         return [*first, *ids, *last] if special else ids

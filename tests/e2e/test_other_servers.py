@@ -106,6 +106,13 @@ def test_wrong_grammars(server):
     )
 
 
+def test_a_full_context_has_its_code_and_the_words_that_litellm_reads(server):
+    for text in ("a b c " * 1000, "a b c " * 9000):
+        error = error_of(server.post(CHAT, {"messages": [{"role": "user", "content": text}]}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert "is longer than the model's context length" in error["message"]
+
+
 def test_every_wrong_key_of_a_bias_is_named(server):
     bias = {"a": 1, "5": 1, "b": 1}
     message = error_of(server.post(CHAT, {**HELLO, "logit_bias": bias}), 400)["message"]
