@@ -135,7 +135,7 @@ class FlagParser(argparse.ArgumentParser):
         parsed.plain_words = unknown + args[end + 1 :]
         if len(parsed.plain_words) > len(self.words):
             found = parsed.plain_words[len(self.words)]
-            hint = "; a text of several words needs quotes" if self.words else ""
+            hint = "; a text of several words needs quotes" if "PROMPT" in self.words else ""
             self.error(f"unexpected argument {shown(found)}{hint}")
         parsed.from_file = set() if file is None else self._add_file(parsed, file)
         return parsed
@@ -146,7 +146,9 @@ class FlagParser(argparse.ArgumentParser):
         given, added = dict(self._given), {}
         for name, value in file.values.items():
             action = self._option_string_actions.get(f"--{name}")
-            if action is None or action.nargs == 0 or name == "config":
+            if name == "config":
+                self.error("config cannot stand in a file of flags; give --config FILE itself")
+            if action is None or action.nargs == 0:
                 self._unknown_flag(name)
             if value is None or getattr(parsed, action.dest) is not None:
                 continue

@@ -93,7 +93,8 @@ def read_file(name: str) -> FileFlags:
 def import_plugin(name: str) -> None:
     """Imports a Python file or a module, or loads a C++ plugin.
 
-    A Python file may import files beside it. Raises FileNotFoundError and the plugin's exceptions.
+    A Python file may import files beside it. Raises FileNotFoundError, ValueError for
+    a file of another kind, and the plugin's exceptions.
     """
     path = Path(name)
     if path.suffix == ".so":
@@ -102,6 +103,8 @@ def import_plugin(name: str) -> None:
         C.load_plugin(str(path.resolve()))
         return
     if path.suffix != ".py":
+        if path.is_file() or "/" in name:
+            raise ValueError("expected a file that ends in .py or .so, or the name of a module")
         _search(Path.cwd())
         importlib.import_module(name)
         return

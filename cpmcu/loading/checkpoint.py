@@ -57,9 +57,13 @@ def _weights(directory: Path) -> Path:
                     f"{directory}: has {len(found)} files that may be the weights ({shown}), "
                     "expected one of them, a usual name such as model.safetensors, or an index"
                 )
+    state = (
+        "is a file, expected a directory with"
+        if directory.is_file()
+        else "has no weights, expected"
+    )
     raise FileNotFoundError(
-        f"{directory}: has no weights, expected one of: "
-        f"{', '.join([*_STREAMED[0][2:], *_BY_TORCH[0]])}"
+        f"{directory}: {state} one of: {', '.join([*_STREAMED[0][2:], *_BY_TORCH[0]])}"
     )
 
 

@@ -177,8 +177,8 @@ def add_handlers(app: FastAPI) -> None:
         return found.response(request.scope["path"])
 
 
-def _invalid_json() -> ApiError:
-    return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
+def _invalid_json(reason: str = "") -> ApiError:
+    return ApiError(400, f"The request body is not valid JSON{reason}.", code="invalid_json")
 
 
 def _from_validation(error: RequestValidationError, content_type: str) -> ApiError:
@@ -186,7 +186,8 @@ def _from_validation(error: RequestValidationError, content_type: str) -> ApiErr
     errors = _innermost(error.errors())
     first = errors[0]
     if first["type"] == "json_invalid":
-        return _invalid_json()
+        position, reason = first["loc"][-1], first["ctx"]["error"]
+        return _invalid_json(f": at character {position}: {reason}")
     loc = [part for part in first["loc"] if part not in ("body", "query", "path")]
     path = list(itertools.takewhile(_is_field, loc))
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")

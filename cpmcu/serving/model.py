@@ -130,6 +130,10 @@ def _own_template(path: str | None) -> str | None:
     try:
         source = Path(path).read_text("utf-8")
         ChatTemplate(source, {})
+    except OSError as error:
+        raise OSError(f"--chat-template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {path} is not UTF-8 text: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"--chat-template {path}: {error}") from error
     return source

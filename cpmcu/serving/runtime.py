@@ -133,8 +133,11 @@ def listen_on_path(path: str) -> socket.socket:
     try:
         if Path(path).is_socket():
             if listener.connect_ex(path) == 0:
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+                reason = "another server listens there; stop it or give another --uds"
+                raise OSError(errno.EADDRINUSE, reason)
             Path(path).unlink()
+        elif Path(path).exists():
+            raise OSError(errno.EEXIST, "it is no socket, expected a socket or a new path")
         listener.bind(path)
         listener.listen(2048)
     except OSError as error:
@@ -156,7 +159,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        taken = error.errno == errno.EADDRINUSE
+        hint = "; give another --port, or 0 for a free one" if taken else ""
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}{hint}") from error
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     address = f"http://{shown}:{listener.getsockname()[1]}"
     logger.info("listening on %s", address)

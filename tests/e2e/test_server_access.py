@@ -123,10 +123,10 @@ def test_a_socket_instead_of_a_port(tmp_path):
                 time.sleep(0.05)
             body = {"prompt": "a", "max_tokens": 2}
             assert client.post("/completions", json=body).json()["usage"]["completion_tokens"] == 2
-        with pytest.raises(OSError, match="Address already in use"):
+        with pytest.raises(OSError, match="another server listens there; stop it"):
             listen_on_path(str(path))
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(OSError, match="cannot listen on"):
+    with pytest.raises(OSError, match=r"cannot listen on .*it is no socket, expected"):
         listen_on_path(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "kept"
 

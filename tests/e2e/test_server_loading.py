@@ -95,7 +95,10 @@ def test_files_that_are_not_there():
     assert found.stderr.splitlines()[-1] == "cpmcu.server: no/keys: No such file or directory"
     found = run_server("--port", "0", "--chat-template", "no/x")
     assert found.returncode == 1
-    assert "the model cannot be loaded: no/x: No such file or directory\n" in found.stderr
+    assert (
+        "the model cannot be loaded: --chat-template no/x: No such file or directory\n"
+        in found.stderr
+    )
 
 
 def test_a_model_that_cannot_be_loaded():
@@ -118,3 +121,4 @@ def test_wrong_flags(server):
     assert found.returncode == 1
     (line,) = found.stderr.splitlines()  # nothing has been loaded
     assert line.startswith("cpmcu.server: cannot listen on 127.0.0.1")
+    assert line.endswith("; give another --port, or 0 for a free one")

@@ -124,7 +124,7 @@ def test_bad_lines_and_resuming(stage: Stage, tmp_path: Path, capsys) -> None:
     with open(source, "a") as file:
         file.write('\n{"id": "b", "prompt": "fox", "max_tokens": 3, "n": 2}\n')
         file.write('{"id": "c", "prompt": "fox", "messages": 1}\n{"id": "d", "prompt": ""}\n')
-        file.write('{"id": "e", "messages": ["hello"]}\n')
+        file.write('{"id": "e", "messages": ["hello"]}\n{"id": "g", "messages": []}\n')
     arguments = ["-m", "m", "--batch", str(source), "--output", str(output), "-n", "6"]
     assert cli.main(arguments) == 1
     shown = capsys.readouterr()
@@ -135,7 +135,8 @@ def test_bad_lines_and_resuming(stage: Stage, tmp_path: Path, capsys) -> None:
         "line 6: there are a prompt and messages",
         "line 7: the prompt is empty",
         "line 8: messages is no list of objects",
-        "2 answered, 5 failed, 12 tokens in",
+        "line 9: messages is [], but must have at least 1 item",
+        "2 answered, 6 failed, 12 tokens in",
     ):
         assert message in shown.err
     found = results(output)

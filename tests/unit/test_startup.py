@@ -112,7 +112,7 @@ def test_words_win_over_the_model_and_prompt_of_a_file(tmp_path: Path) -> None:
     [
         ({"max-model-length": 1}, "unknown flag 'max-model-length'; did you mean max-model-len?"),
         ({"help": True}, "unknown flag 'help'"),
-        ({"config": "x"}, "unknown flag 'config'"),
+        ({"config": "x"}, "config cannot stand in a file of flags"),
         ({"max_model_len": "x"}, "--max-model-len: expected an integer, found 'x'"),
         ({"max_model_len": [1, 2]}, "--max-model-len is [1, 2], expected one value"),
         ({"stop": [None]}, "--stop is None, expected a text, a number, yes or no"),
@@ -176,6 +176,17 @@ def test_plugins_of_a_file(plugin: Path, tmp_path: Path, capsys) -> None:
         cli.main(["--config", str(path)])
     assert exit_.value.code == 1
     assert "the plugin " in capsys.readouterr().err
+
+
+def test_a_plugin_that_is_no_plugin(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "plugin.txt"
+    path.write_text("x = 1")
+    with pytest.raises(SystemExit):
+        cli.main(["--plugin", str(path)])
+    assert (
+        "expected a file that ends in .py or .so, or the name of a module"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
