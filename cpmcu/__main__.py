@@ -5,7 +5,7 @@
 | serve | python -m cpmcu.server |
 | bench | python -m cpmcu.bench |
 | convert | python -m cpmcu.convert |
-| completion | cpmcu.completion |
+| completion | cpmcu.terminal.completion |
 | others | python -m cpmcu.cli |
 
 Exit status: 2 for an unknown verb, else the status of the program.
@@ -120,7 +120,7 @@ def _run(verb: str, arguments: list[str]) -> int:
 
         return convert.main(arguments, verb)
     if verb == "completion":
-        from cpmcu import completion
+        from cpmcu.terminal import completion
 
         return _show(completion.script(arguments, _VERBS))
     from cpmcu import cli

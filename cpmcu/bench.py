@@ -38,17 +38,17 @@ from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
 from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE, TreeOptions
-from cpmcu.engine_flags import (
+from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
+from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import (
     MODEL_WORD,
     add_engine_flags,
     engine_config,
     named_model,
     without_hits,
 )
-from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
-from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
+from cpmcu.flags.startup import add_startup_flags, prepare
 from cpmcu.shipped import shipped_model, shipped_needle_model
-from cpmcu.startup import add_startup_flags, prepare
 
 NEEDLE_LENGTHS = (1024, 2048, 4096)
 

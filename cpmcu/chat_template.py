@@ -1,6 +1,6 @@
 """Renders conversations to prompts with a checkpoint's Jinja chat template.
 
-Templates run in a sandbox with limits (cpmcu/template_sandbox.py). They get the helper functions
+Templates run in a sandbox with limits (cpmcu/text/template_sandbox.py). They get the functions
 that transformers provides. A failing template raises ChatTemplateError; there is no fallback
 prompt.
 """
@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from cpmcu.checks import one_line, shown
 from cpmcu.errors import one_sentence
-from cpmcu.template_sandbox import Sandbox, limited
+from cpmcu.text.template_sandbox import Sandbox, limited
 from cpmcu.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -21,15 +21,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.cli_options import CliOptions
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
-from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompts
+from cpmcu.flags.engine import MODEL_WORD, add_engine_flags, engine_config, named_model
+from cpmcu.flags.startup import add_startup_flags, prepare
 from cpmcu.sampling import SamplingParams
 from cpmcu.shipped import chat_model, shipped, shipped_model
-from cpmcu.startup import add_startup_flags, prepare
+from cpmcu.terminal.options import CliOptions
+from cpmcu.terminal.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompts
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:
@@ -183,12 +183,12 @@ def _run(
     if sys.stdout is None:
         raise OSError("stdout is closed, but the output goes there")
     if options.env:
-        from cpmcu.environment import environment
+        from cpmcu.terminal.environment import environment
 
         display.table(("subject", "found"), environment())
         return 0
     if options.list_registered:
-        from cpmcu.listing import registered
+        from cpmcu.terminal.listing import registered
 
         display.table(("kind", "name", "file"), registered())
         return 0
@@ -261,7 +261,7 @@ def _complete(
     given: list[str],
     template: bool | None,
 ) -> int:
-    from cpmcu.answering import show_answer
+    from cpmcu.terminal.answering import show_answer
 
     default = SHIPPED_PROMPT if _completes_code(llm.config.model) else DEFAULT_PROMPT
     renders = _renders(display, llm, template)
@@ -299,8 +299,8 @@ def _results(
     display: Display, llm: LLM, params: SamplingParams, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """The object that --json prints."""
-    from cpmcu.answering import wait_for_pass
-    from cpmcu.result_json import result_object
+    from cpmcu.terminal.answering import wait_for_pass
+    from cpmcu.terminal.result_json import result_object
 
     try:
         results = [result_object(result) for result in llm.generate(prompts, params)]
@@ -337,7 +337,7 @@ def _answer_file(
 def _chat(
     display: Display, llm: LLM, options: CliOptions, params: SamplingParams, first: str | None
 ) -> None:
-    from cpmcu.chat import Chat
+    from cpmcu.terminal.chat import Chat
 
     chat = Chat(
         display,

@@ -1,7 +1,7 @@
 """Engine configuration: frozen dataclasses that LLM, the CLI and the server share.
 
 The metadata of a field holds its help text and its flag, if that differs from the field's name.
-To add a flag, add a field (see `cpmcu/flags.py`).
+To add a flag, add a field (see `cpmcu/flags/__init__.py`).
 """
 
 from __future__ import annotations

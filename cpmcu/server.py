@@ -17,12 +17,12 @@ import sys
 from types import FrameType
 
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.errors import sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import MODEL_WORD, add_engine_flags, engine_config, named_model
+from cpmcu.flags.startup import add_startup_flags, prepare
 from cpmcu.serving.config import ServerConfig
 from cpmcu.shipped import chat_model
-from cpmcu.startup import add_startup_flags, prepare
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:

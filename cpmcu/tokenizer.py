@@ -14,7 +14,7 @@ from cpmcu.checks import FieldError, PromptTooLongError, one_line, shown
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading.index import check_file
 from cpmcu.loading.model_files import model_files
-from cpmcu.token_length import longest_token
+from cpmcu.text.token_length import longest_token
 
 if TYPE_CHECKING:
     import tokenizers

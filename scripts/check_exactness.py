@@ -21,8 +21,8 @@ import numpy as np
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
-from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import add_engine_flags, engine_config, without_hits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

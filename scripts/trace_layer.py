@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from cpmcu import LLM, C, SamplingParams
 from cpmcu.config import option
-from cpmcu.engine_flags import add_engine_flags, engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import add_engine_flags, engine_config
 
 Stamps = npt.NDArray[np.int64]
 

@@ -22,8 +22,8 @@ from cpmcu.batch.lines import BatchRequest, Id, numbered, read_request, sampling
 from cpmcu.batch.openai_calls import OpenAICalls
 from cpmcu.errors import sentence
 from cpmcu.outputs import StreamChunk
-from cpmcu.result_json import result_object
 from cpmcu.sampling import SamplingParams
+from cpmcu.terminal.result_json import result_object
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cpmcu.serving.conversation import IN_MESSAGES, Origin, checked, render
 from cpmcu.serving.generation import Generation, encode, sampling_params
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.service import Service
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

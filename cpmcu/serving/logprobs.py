@@ -9,7 +9,7 @@ from typing import Any
 from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving.protocol.base import PromptLogprob, PromptLogprobs
 from cpmcu.serving.protocol.completion import CompletionLogprobs
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent
 _GAP = 16  # most characters of a prompt between the texts of two tokens

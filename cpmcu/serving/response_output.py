@@ -16,7 +16,7 @@ from cpmcu.serving.answers import Part
 from cpmcu.serving.logprobs import entries
 from cpmcu.serving.response_items import seal
 from cpmcu.serving.tool_parsers.calls import CallDelta
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 
 Event = dict[str, Any]
 

@@ -21,7 +21,7 @@ from cpmcu.serving.response_items import functions_of
 from cpmcu.serving.response_output import Event, ResponseOutput
 from cpmcu.serving.service import Service
 from cpmcu.serving.sse import encoded
-from cpmcu.token_text import tokens_up_to
+from cpmcu.text.token_text import tokens_up_to
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ import numpy as np
 from cpmcu.bench import describe_device
 from cpmcu.benchmarks.decoding import WARM_UP, WINDOWS, random_prompt
 from cpmcu.config import option
-from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import add_engine_flags, engine_config, without_hits
 from cpmcu.loading.loader import choose_device, load_model
 from cpmcu.shipped import shipped_model
 

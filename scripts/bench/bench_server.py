@@ -31,9 +31,9 @@ from typing import Any
 from cpmcu import LLM, SamplingParams
 from cpmcu.benchmarks.speculation import has_draft
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.errors import sentence
 from cpmcu.flags import FlagParser
+from cpmcu.flags.engine import add_engine_flags, engine_config, without_hits
 
 PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\nimport sys\n'
 

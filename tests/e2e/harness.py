@@ -19,7 +19,7 @@ import numpy as np
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cpmcu.token_text import byte_letters
+from cpmcu.text.token_text import byte_letters
 from tests.python_path import python_path
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_tiny
 

@@ -11,8 +11,9 @@ import sys
 import pytest
 from story import STORY, Stage
 
-from cpmcu import chat, cli
+from cpmcu import cli
 from cpmcu.llm import LLM
+from cpmcu.terminal import chat
 from cpmcu.ui import lines
 from tests.unit.test_cli import needs_engine, run
 

@@ -19,7 +19,7 @@ from cpmcu import __main__ as command
 from cpmcu import __version__, bench, cli, server
 from cpmcu.convert import __main__ as convert
 from cpmcu.flags import FlagParser
-from cpmcu.prompt import model_and_prompt
+from cpmcu.terminal.prompt import model_and_prompt
 from tests.unit.test_cli import needs_engine
 from tests.unit.test_import_time import HEAVY
 

@@ -10,7 +10,7 @@ import pytest
 
 from cpmcu import __main__ as command
 from cpmcu import cli, server
-from cpmcu.completion import SHELLS, flags_of
+from cpmcu.terminal.completion import SHELLS, flags_of
 from tests.unit.test_import_time import HEAVY
 
 

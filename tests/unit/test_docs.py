@@ -16,9 +16,9 @@ import pytest
 
 from cpmcu.bench import make_parser as bench_parser
 from cpmcu.cli import VERBS, make_parser
-from cpmcu.completion import make_parser as completion_parser
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.server import make_parser as make_server_parser
+from cpmcu.terminal.completion import make_parser as completion_parser
 from scripts.synthetic.__main__ import make_parser as synthetic_parser
 from tests.missing import missing
 from tests.python_path import python_path

@@ -10,8 +10,8 @@ import pytest
 from cpmcu import bench, server
 from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, option
-from cpmcu.engine_flags import engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags.engine import engine_config, without_hits
 from cpmcu.sampling import SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cpmcu import cli, server, shipped
 from cpmcu.loading.hub import resolve_model
-from cpmcu.prompt import names_model
+from cpmcu.terminal.prompt import names_model
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from cpmcu.prompt import read_prompts
+from cpmcu.terminal.prompt import read_prompts
 from tests.unit.test_cli import needs_engine, run
 
 PROGRAM = """
 import sys
-from cpmcu.prompt import read_prompts
+from cpmcu.terminal.prompt import read_prompts
 file, text = (a or None for a in sys.argv[1:3])
 note = lambda text: print(text, file=sys.stderr)
 print(repr([*read_prompts(file, [text] if text else [], note, append_piped=True), None][0]))

@@ -12,7 +12,7 @@ from tokenizers_for_tests import byte_level, write_directory
 from cpmcu.serving.answers import Part
 from cpmcu.serving.response_output import ResponseOutput
 from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
-from cpmcu.token_text import TokensUpTo, TokenTexts, tokens_up_to
+from cpmcu.text.token_text import TokensUpTo, TokenTexts, tokens_up_to
 from cpmcu.tokenizer import Tokenizer
 
 

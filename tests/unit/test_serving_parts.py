@@ -29,7 +29,7 @@ from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
 from cpmcu.serving.tool_parsers.registry import find_tool_format
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

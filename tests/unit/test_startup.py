@@ -13,7 +13,7 @@ from story import Stage
 
 from cpmcu import bench, cli
 from cpmcu.cli import _configs, make_parser
-from cpmcu.startup import import_plugin, prepare, read_file
+from cpmcu.flags.startup import import_plugin, prepare, read_file
 from tests.unit.test_cli import run
 
 PLUGIN = '''

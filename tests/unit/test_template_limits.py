@@ -9,9 +9,9 @@ import time
 import pytest
 from tokenizers_for_tests import byte_level, write_directory
 
-from cpmcu import template_sandbox
 from cpmcu.chat_template import ChatTemplate, ChatTemplateError
-from cpmcu.template_sandbox import MAX_SECONDS, MAX_SIZE
+from cpmcu.text import template_sandbox
+from cpmcu.text.template_sandbox import MAX_SECONDS, MAX_SIZE
 from cpmcu.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from cpmcu.token_length import longest_token
+from cpmcu.text.token_length import longest_token
 from cpmcu.tokenizer import Tokenizer
 from tests.unit.tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_directory
 

@@ -26,7 +26,7 @@ from cpmcu.serving.protocol.chat import (
     ToolCallPart,
 )
 from cpmcu.serving.responses import Reply, answer, service_of, written
-from cpmcu.token_text import TokensUpTo
+from cpmcu.text.token_text import TokensUpTo
 
 router = APIRouter(tags=["generation"])
 

@@ -30,7 +30,7 @@ from cpmcu.serving.protocol.messages import (
 )
 from cpmcu.serving.responses import answer, service_of, written
 from cpmcu.serving.service import Service
-from cpmcu.token_text import tokens_up_to
+from cpmcu.text.token_text import tokens_up_to
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {**error, "model": MessagesError} for status, error in ERRORS.items()

@@ -23,7 +23,7 @@ from cpmcu.serving.protocol.other import (
 )
 from cpmcu.serving.responses import service_of, written
 from cpmcu.serving.service import Service
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 
 router = APIRouter(
     tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 408, 413, 503)}

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpmcu.answering import show_answer
 from cpmcu.outputs import RequestOutput
 from cpmcu.sampling import SamplingParams
+from cpmcu.terminal.answering import show_answer
 from cpmcu.ui.display import Display
 from cpmcu.ui.lines import QUOTES, message_reader, unquoted
 

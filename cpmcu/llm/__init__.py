@@ -15,14 +15,14 @@ from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
-from cpmcu.llm_arguments import as_list, config_of, wrong_params
+from cpmcu.llm.arguments import as_list, config_of, wrong_params
+from cpmcu.llm.streaming import ChunkStream
 from cpmcu.loading.host_memory import swap_bytes
 from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
 from cpmcu.sampling import SamplingParams, to_engine
 from cpmcu.shipped import shipped_model
 from cpmcu.spec_metrics import AcceptanceCounter
-from cpmcu.streaming import ChunkStream
-from cpmcu.token_text import TokenTexts
+from cpmcu.text.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cpmcu import __version__
 from cpmcu.checks import shown
-from cpmcu.flag_help import Briefs, flag_text, short_help
+from cpmcu.flags.help import Briefs, flag_text, short_help
 
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
 _FALSE = {"0", "false", "no", "off", "n", "f"}

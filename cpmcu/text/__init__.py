@@ -1,0 +1,1 @@
+"""Tokens as text, and the sandbox of chat templates."""
