@@ -57,12 +57,19 @@ def of_prompt(
 
 
 def entries(
-    texts: TokenTexts, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+    texts: TokenTexts,
+    scores: Sequence[TokenLogprobs],
+    *,
+    as_ids: bool = False,
+    with_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Returns the tokens of an answer as /v1/chat/completions and /v1/responses have them."""
+    """Returns the tokens of an answer as /v1/chat/completions and /v1/responses have them.
+
+    `as_ids`: names tokens by their ids. `with_ids`: adds `id`, as /completion has it.
+    """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {
+        return ({"id": token} if with_ids else {}) | {
             "token": by_id(token) if as_ids else texts.text_of(token),
             "logprob": max(logprob, LOWEST),
             "bytes": list(texts.bytes_of(token)),

@@ -219,7 +219,8 @@ def test_a_gap_is_filled(filling):
     }
     found = filling.post("/infill", body).json()
     assert (found["content"], found["stop_type"]) == ("return a + b", "eos")
-    assert found["tokens_predicted"] == len(found["tokens"])
+    tokens = filling.post("/infill", {**body, "return_tokens": True}).json()["tokens"]
+    assert found["tokens_predicted"] == len(tokens) and found["tokens"] == []
     lines = filling.post("/infill", {**body, "stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert "".join(event["content"] for event in events) == "return a + b"
@@ -275,6 +276,68 @@ def test_a_completion_in_llama_cpps_shape(server):
     assert (word["stop_type"], word["stopping_word"]) == ("word", stop)
     several = server.post("/completion", {**body, "n": 2}).json()
     assert [each["content"] for each in several] == [found["content"]] * 2
+
+
+def continued(server, prompt, **fields):
+    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, **fields}
+    reply = server.post("/completion", body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_prompts_in_llama_cpps_forms(server):
+    text = TEXT["prompt"]
+    ids = server.post("/tokenize", {"content": text, "add_special": True}).json()["tokens"]
+    found = continued(server, text)
+    several = continued(server, [text, ids, {"prompt_string": text}])
+    assert [each["content"] for each in several] == [found["content"]] * 3
+    assert continued(server, [text])["content"] == found["content"]
+    mixed = continued(server, [*ids, text])
+    assert mixed["tokens_evaluated"] > found["tokens_evaluated"]
+    for wrong in ([], [[]], [1, [2]], {"prompt_string": text, "multimodal_data": "a"}):
+        reply = server.post("/completion", {"prompt": wrong, "n_predict": 1})
+        assert error_of(reply, 400)["message"].startswith("prompt")
+
+
+def test_the_members_of_a_completion(server):
+    found = continued(server, TEXT["prompt"], seed=7, stop=["never"])
+    assert found["prompt"].endswith(TEXT["prompt"])
+    settings = found["generation_settings"]
+    assert (settings["seed"], settings["n_predict"], settings["stop"]) == (7, 8, ["never"])
+    assert found["has_new_line"] is ("\n" in found["content"])
+    paths = ["content", "generation_settings/n_predict", "absent/x"]
+    few = continued(server, TEXT["prompt"], response_fields=paths)
+    assert few == {"content": found["content"], "generation_settings/n_predict": 8}
+
+
+def test_probabilities_of_a_completion(server):
+    found = continued(server, TEXT["prompt"], n_probs=3, return_tokens=True)
+    scores = found["completion_probabilities"]
+    assert [score["id"] for score in scores] == found["tokens"]
+    for score in scores:
+        assert score["logprob"] <= 0 and len(score["top_logprobs"]) == 3
+        tops = [top["logprob"] for top in score["top_logprobs"]]
+        assert tops == sorted(tops, reverse=True) and score["logprob"] <= tops[0]
+    body = {"prompt": TEXT["prompt"], "n_predict": 8, "n_probs": 3, "temperature": 0}
+    lines = server.post("/completion", {**body, "stream": True}).text.splitlines()
+    *parts, end = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert "".join(part["content"] for part in parts) == found["content"] and not end["content"]
+    assert [s["id"] for part in parts for s in part["completion_probabilities"]] == found["tokens"]
+    refusal = server.post("/completion", {**body, "post_sampling_probs": True})
+    assert error_of(refusal, 400)["param"] == "post_sampling_probs"
+
+
+def test_biases_in_llama_cpps_forms(server):
+    found = continued(server, TEXT["prompt"], return_tokens=True)
+    token = found["tokens"][0]
+    for bias in ([[token, False]], [[token, -100]], {str(token): False}):
+        other = continued(server, TEXT["prompt"], logit_bias=bias, return_tokens=True)
+        assert token not in other["tokens"]
+    word = server.post("/detokenize", {"tokens": [token]}).json()["content"]
+    other = continued(server, TEXT["prompt"], logit_bias=[[word, False]], return_tokens=True)
+    assert token not in other["tokens"]
+    reply = server.post("/completion", {"prompt": "a", "logit_bias": [["a", "b"]]})
+    assert error_of(reply, 400)["param"].startswith("logit_bias")
 
 
 def test_a_rendered_conversation(scripted):

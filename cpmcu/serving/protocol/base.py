@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "n_predict": (),
+    "post_sampling_probs": (False,),
     "prefix": ("",),
     "priority": (0,),
     "repeat_penalty": (1, 1.0),
@@ -84,6 +85,7 @@ IGNORED = {
 }
 _REASONS = {
     "suffix": "/v1/completions fills gaps",
+    "post_sampling_probs": "log-probabilities are the model's, before sampling",
     "logprob_token_ids": "only the likeliest tokens have log-probabilities; ask for top_logprobs",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
@@ -187,9 +189,9 @@ class StructuredOutputs(RequestModel):
         return found | {"json_object": self.json_object or None}
 
 
-def _few_biases(value: Any) -> Any:
+def few_biases(value: Any) -> Any:
     """Checks the number of entries before each entry is validated."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
+    if isinstance(value, dict | list) and len(value) > MAX_BIASES:
         raise ValueError(f"should have at most {MAX_BIASES} token ids")
     return value
 
@@ -214,7 +216,7 @@ class SamplingRequest(RequestModel):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(few_biases)] = Field(
         None, description="Token id -> bias"
     )
     allowed_token_ids: Items[int] | None = Field(None, description="The only tokens to draw")

@@ -2,29 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from cpmcu.serving.protocol.base import GenerationRequest, Items, RequestModel
+from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.protocol.base import (
+    MAX_LOGPROBS,
+    ApiModel,
+    GenerationRequest,
+    Items,
+    RequestModel,
+    few_biases,
+)
 from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
+
+Bias = float | Literal[False]
+BiasPair = Annotated[tuple[int | str, Bias], Field(strict=False)]  # JSON has lists only
+NEVER = -1e9  # a bias that no logit outweighs
+Biases = Annotated[dict[str, Bias] | Items[BiasPair], BeforeValidator(few_biases)]
 
 
 class NativeRequest(GenerationRequest):
     """What both generating routes have."""
 
     n_predict: int | None = Field(None, ge=-1, description="Most new tokens; -1: no limit")
+    n_probs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens at each position")
+    return_tokens: bool = Field(False, description="Fill `tokens` outside streams, too")
+    response_fields: Items[str] | None = Field(
+        None, max_length=64, description="The only members of the reply; a/b: member b of a"
+    )
+    logit_bias: Biases | None = Field(  # type: ignore[assignment]
+        None, description="Token id or text -> bias of its tokens; false: never"
+    )
 
     @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
         return None if self.n_predict in (None, -1) else max(1, self.n_predict)
 
+    def biases(self, encode: Callable[[str], list[int]]) -> dict[int, float] | None:
+        """Token id -> bias. `encode` returns the tokens of a text."""
+        given = self.logit_bias or {}
+        found: dict[int, float] = {}
+        for key, bias in given.items() if isinstance(given, dict) else given:
+            is_id = isinstance(key, int) or (isinstance(given, dict) and key.isdecimal())
+            tokens = [int(key)] if is_id else encode(str(key))
+            found |= dict.fromkeys(tokens, NEVER if bias is False else float(bias))
+        return found or None
+
+    def _bias(self) -> None:
+        """See `biases`."""
+
+
+class TextPrompt(ApiModel):
+    """A prompt as an object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_string: str
+
+
+# Texts and token ids in one list are one prompt.
+NativePrompt = str | TextPrompt | Items[int | str]
+
 
 class NativeCompletion(NativeRequest):
-    """A text to continue."""
+    """Texts to continue."""
 
-    prompt: str | Items[int] = Field(min_length=1, description="A text or token ids")
+    prompt: str | TextPrompt | Items[int | str | TextPrompt | Items[int | str]] = Field(
+        description="A text, a list of texts and token ids, or a list of prompts"
+    )
+
+    def prompts(self) -> list[NativePrompt]:
+        """The prompts as a list. Raises ApiError (400) for a list that is neither."""
+        prompt = self.prompt
+        if not isinstance(prompt, list):
+            return [prompt]
+        if not any(isinstance(part, int) for part in prompt):
+            many: list[NativePrompt] = prompt  # type: ignore[assignment]
+        elif all(isinstance(part, int | str) for part in prompt):
+            many = [prompt]  # type: ignore[list-item]
+        else:
+            raise refused("prompt", "prompt has token ids beside prompts: put them into a list.")
+        if not many or [] in many:
+            raise ApiError(
+                400, "prompt is empty, but must have tokens.", param="prompt", code="invalid_value"
+            )
+        return many
+
+    @property
+    def text_length(self) -> int:
+        """Characters and token ids of all prompts together."""
+        return sum(map(_length, self.prompts()))
+
+
+def _length(prompt: NativePrompt | int) -> int:
+    if isinstance(prompt, list):
+        return sum(map(_length, prompt))
+    if isinstance(prompt, int):
+        return 1
+    return len(prompt.prompt_string if isinstance(prompt, TextPrompt) else prompt)
 
 
 class OtherFile(RequestModel):
