@@ -116,6 +116,9 @@ def test_forced_calls(cuts):
     assert found == ("", "", [("h", {"b": 2})])
     thinking = AnswerParser(ThinkParser(), ForcedCalls("h", {"h": {}}))
     assert parsed(thinking, pieces("<think>cut", cuts)) == ("cut", "", [])
+    for tag in ("<", "<thi", "<think>"):
+        thinking = AnswerParser(ThinkParser(), ForcedCalls("h", {"h": {}}))
+        assert parsed(thinking, pieces(tag, cuts)) == ("", "", [])
     for wrong in ("[" * 3000, "", "no", '[{"a": 1}]'):
         found = parsed(AnswerParser(None, ForcedCalls(None, TWO)), pieces(wrong, cuts))
         assert found == ("", wrong, [])

@@ -7,6 +7,8 @@ from cpmcu.serving.tool_parsers.base import Steps
 from cpmcu.serving.tool_parsers.calls import Tools
 from cpmcu.serving.tool_parsers.json_call import JsonCallParser
 
+_STARTS = '{["-0123456789tfn'  # first characters of a value in JSON
+
 
 class ForcedCalls(JsonCallParser):
     """The text is the arguments of `function`, or, if `function` is None, a JSON list of calls.
@@ -23,10 +25,15 @@ class ForcedCalls(JsonCallParser):
         """Parses an answer."""
         if self._function is None:
             yield from self._list()
-        elif (yield from self.peek()):  # else the answer was cut off within its reasoning
-            self.begin_call(self._function)
-            yield from self.json_rest(self.arguments, None)
-            self.end_call()
+            return
+        yield from self.space()
+        start = yield from self.peek()
+        if not start or start not in _STARTS:  # cut off within its reasoning or a tag of it
+            self._skip_rest()
+            return
+        self.begin_call(self._function)
+        yield from self.json_rest(self.arguments, None)
+        self.end_call()
 
     def _list(self) -> Steps[None]:
         opening = yield from self.space()
