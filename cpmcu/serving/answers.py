@@ -95,9 +95,11 @@ def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
             "cache_n": timings.cached_tokens,
             "prompt_n": timings.computed_tokens,
             "prompt_ms": 1e3 * timings.prefill_s,
+            "prompt_per_token_ms": 1e3 * timings.prefill_s / max(1, timings.computed_tokens),
             "prompt_per_second": timings.prompt_tokens_per_s,
             "predicted_n": timings.output_tokens,
             "predicted_ms": 1e3 * timings.decode_s,
+            "predicted_per_token_ms": 1e3 * timings.decode_s / max(1, timings.output_tokens - 1),
             "predicted_per_second": timings.decode_tokens_per_s,
         }
     }

@@ -345,8 +345,28 @@ def test_a_rendered_conversation(scripted):
     assert scripted.post("/apply-template", body).json() == {"prompt": "Hi"}
 
 
+def test_the_tokens_of_a_conversation_are_counted(server):
+    counted = server.post(f"{CHAT}/input_tokens", HELLO).json()["input_tokens"]
+    answer = server.post(CHAT, {**HELLO, "max_tokens": 1}).json()
+    assert counted == answer["usage"]["prompt_tokens"]
+    error_of(server.post(f"{CHAT}/input_tokens", {"messages": []}), 400)
+
+
+def test_deltas_of_a_chat_have_reasoning_content(server):
+    body = {**HELLO, "max_tokens": 4, "stream": True}
+    lines = server.post(CHAT, body).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas and all(delta["reasoning_content"] is None for delta in deltas)
+
+
 def test_timings(server):
-    assert complete(server, timings_per_token=True)["timings"]["predicted_n"] == 12
+    timings = complete(server, timings_per_token=True)["timings"]
+    assert timings["predicted_n"] == 12
+    assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 11)
+    assert timings["prompt_per_token_ms"] * timings["prompt_n"] == pytest.approx(
+        timings["prompt_ms"]
+    )
     assert complete(server)["timings"] is None
     stream = {**TEXT, "stream": True, "timings_per_token": True}
     lines = server.post(COMPLETIONS, stream).text.splitlines()

@@ -132,13 +132,14 @@ class ChatReply:
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
             if reply.has_usage and parsers[index].may_think:
                 self._thoughts[index].add(item.token_ids, part.reasoning)
-            choice = _delta(index, self._fields(part))
+            fields = self._fields(part)
+            choice = _delta(index, fields)
             self._add_details(choice, item)
             if item.finish_reason is not None:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
                 choice["stop_reason"] = item.stop_reason
                 choice["matched_stop"] = reply.matched_stop(item)
-            elif not choice["delta"] and len(choice) == _BARE:
+            elif not fields and len(choice) == _BARE:
                 continue  # the text is held back, and the chunk has no other content
             yield reply.chunk([choice], **self._usage_so_far(tokens))
         last = reply.last(generation, self.usage())
@@ -183,7 +184,9 @@ class ChatReply:
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": fields, "finish_reason": None}
+    # OpenAI's library has no attribute for an absent member, and clients read this one unasked.
+    delta = {"reasoning_content": None, **fields}
+    return {"index": index, "delta": delta, "finish_reason": None}
 
 
 def _finish_reason(reason: str, parser: AnswerParser) -> Any:

@@ -1,4 +1,4 @@
-"""/infill, /completion and /apply-template, as llama.cpp's server has them.
+"""/infill, /completion, /apply-template and counts of tokens, as llama.cpp's server has them.
 
 Editors complete code at the cursor with /infill.
 """
@@ -16,12 +16,14 @@ from fastapi.responses import JSONResponse, Response
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.serving import sse
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.chat_job import prompt_text
 from cpmcu.serving.conversation import checked, render
 from cpmcu.serving.fill import find_fill
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.logprobs import entries
 from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.protocol.native import (
     InfillRequest,
     NativeCompletion,
@@ -31,6 +33,7 @@ from cpmcu.serving.protocol.native import (
     TemplateRequest,
     TextPrompt,
 )
+from cpmcu.serving.protocol.response_object import InputTokens
 from cpmcu.serving.responses import answer, service_of
 from cpmcu.serving.service import Service
 
@@ -59,6 +62,21 @@ async def apply_template(body: TemplateRequest, request: Request) -> RenderedTem
     body.check_extra()
     text = await service.workers.run(request, body.text_length, _rendered, service, body)
     return RenderedTemplate(prompt=text)
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_chat_tokens(body: ChatRequest, request: Request) -> InputTokens:
+    """Counts the tokens of a conversation's prompt."""
+    service = service_of(request)
+    body.check()
+    service.check_model(body.model)
+    count = await service.workers.run(request, body.text_length, _count, service, body)
+    return InputTokens(input_tokens=count)
+
+
+def _count(service: Service, body: ChatRequest) -> int:
+    text = prompt_text(service, body)
+    return len(encode(service.model.llm.tokenizer, text, "messages", special=False))
 
 
 async def _generate(body: Any, request: Request, size: int, prompts_of: Any) -> Response:
