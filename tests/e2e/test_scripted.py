@@ -347,6 +347,6 @@ def test_detokenize_is_the_inverse(scripted):
     found = scripted.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["token_strs"][-1] == cue("call")
-    assert scripted.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    assert scripted.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == text
     messages = [{"role": "user", "content": text}]
     assert scripted.post("/tokenize", {"messages": messages}).json()["tokens"] == found["tokens"]
