@@ -140,8 +140,6 @@ class BatchRun:
         messages, variables = fields["messages"], fields.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
             raise ValueError("messages is no list of objects, expected [{role, content}, ...]")
-        if not messages:
-            raise ValueError("messages is [], but must have at least 1 item")
         if not isinstance(variables, dict):
             raise ValueError("chat_template_kwargs is no object")
         return self._llm.tokenize_chat(messages, **variables)

@@ -44,11 +44,11 @@ class Difference:
     def notes(self) -> list[str]:
         """Sentences for the user."""
         count = len(self.errors)
-        largest = max(self.errors, key=abs)
+        largest = float(np.abs(self.errors).max())
         mean = float(np.abs(self.errors).mean())
         before, after = (math.exp(float(np.mean(losses))) for losses in self.losses)
         return [
-            f"log-probability of {count} tokens: error {mean:.4f} on average, {largest:+.3f} at "
+            f"log-probability of {count} tokens: error {mean:.4f} on average, {largest:.3f} at "
             f"most; KL divergence {float(np.mean(self.divergences)):.4f} nats a token",
             f"perplexity {before:.3f} before, {after:.3f} after; the likeliest token is the same "
             f"at {self.agreeing / count:.1%} of the tokens",

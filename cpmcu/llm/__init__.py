@@ -15,7 +15,13 @@ from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
-from cpmcu.llm.arguments import as_list, config_of, wrong_params
+from cpmcu.llm.arguments import (
+    as_list,
+    check_conversation,
+    check_one_prompt,
+    config_of,
+    wrong_params,
+)
 from cpmcu.llm.streaming import ChunkStream
 from cpmcu.loading.host_memory import swap_bytes
 from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
@@ -186,6 +192,7 @@ class LLM:
         cancels the request. `on_prefill(done, total)` gets counts of prompt tokens; the engine
         thread calls it. Raises the errors of `generate`.
         """
+        check_one_prompt(prompt)
         if isinstance(prompt, Sequence) and prompt and hasattr(prompt[0], "keys"):
             ids = self.tokenize_chat(prompt)  # type: ignore[arg-type]
         else:
@@ -220,10 +227,12 @@ class LLM:
     def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, up to the beginning of the assistant's answer.
 
-        Raises ChatTemplateError if there is no template or the template refuses the conversation.
+        Raises ChatTemplateError if there is no template or the template refuses the conversation,
+        ValueError for a conversation without messages or with one that says nothing.
         """
         from cpmcu.chat_template import ChatTemplateError  # loads jinja2
 
+        check_conversation(messages)
         if self.chat_template is None:
             raise ChatTemplateError(
                 f"{self.directory} has no chat template; give a plain prompt instead"

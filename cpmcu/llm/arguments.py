@@ -67,3 +67,21 @@ def as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     prompts = listed("prompts", prompts, "a text, a list of token ids, or a list of either")
     return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
+
+
+def check_one_prompt(prompt: Any) -> None:
+    """Raises ValueError for a list of prompts, where one prompt is expected."""
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+        raise ValueError(
+            f"stream takes one prompt, found a list of {len(prompt)}; call it for each of them, or "
+            "generate for all"
+        )
+
+
+def check_conversation(messages: Any) -> None:
+    """Raises ValueError unless there is a message, and each that needs a content has one."""
+    if not len(messages):
+        raise ValueError("messages is [], but must have at least one message")
+    for i, message in enumerate(messages):
+        if message.get("role") in ("user", "system", "developer") and "content" not in message:
+            raise ValueError(f"messages[{i}].content is missing, expected a text")

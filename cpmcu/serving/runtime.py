@@ -60,6 +60,8 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if config.uds:
+            Path(config.uds).unlink(missing_ok=True)
     if thread.is_alive():  # the thread cannot be stopped and must not outlive the interpreter
         logging.shutdown()
         os._exit(status)

@@ -116,7 +116,7 @@ def test_a_socket_instead_of_a_port(tmp_path):
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(path))
     stale.close()
-    with start("--uds", str(path), ready=False):
+    with start("--uds", str(path), ready=False) as running:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://any.example", timeout=60) as client:
             while client.get("/health").status_code != 200:
@@ -125,6 +125,7 @@ def test_a_socket_instead_of_a_port(tmp_path):
             assert client.post("/completions", json=body).json()["usage"]["completion_tokens"] == 2
         with pytest.raises(OSError, match="another server listens there; stop it"):
             listen_on_path(str(path))
+        assert running.stop() == 0 and not path.exists()
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match=r"cannot listen on .*it is no socket, expected"):
         listen_on_path(str(tmp_path / "file"))

@@ -350,3 +350,10 @@ def test_ten_engines_leak_no_device_memory(directory: Path) -> None:
         if lost[-1] < 8 << 20:
             return
     pytest.fail(f"ten engines leaked device memory in each of four runs, in bytes: {lost}")
+
+
+def test_a_field_that_only_python_knows_tells_to_build_again() -> None:
+    from cpmcu import C
+
+    with pytest.raises(TypeError, match=r'no field "newer": .* build it again'):
+        C.ModelSpec(newer=1)

@@ -135,7 +135,7 @@ def test_bad_lines_and_resuming(stage: Stage, tmp_path: Path, capsys) -> None:
         "line 6: there are a prompt and messages",
         "line 7: the prompt is empty",
         "line 8: messages is no list of objects",
-        "line 9: messages is [], but must have at least 1 item",
+        "line 9: messages is [], but must have at least one message",
         "2 answered, 6 failed, 12 tokens in",
     ):
         assert message in shown.err

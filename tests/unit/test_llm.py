@@ -88,7 +88,7 @@ def test_limits(make):
         (lambda llm: llm.generate([None]), "a prompt is None, but must be a text or a list of tok"),
         (lambda llm: llm.generate([1.5]), "a prompt is 1.5, but must be a text or a list of token"),
         (lambda llm: llm.generate([1, "a"]), "a token id of a prompt is 'a', but must be an int"),
-        (lambda llm: llm.stream(["a", "b"]), "a token id of a prompt is 'a', but must be an int"),
+        (lambda llm: llm.stream(["a", "b"]), "stream takes one prompt, found a list of"),
         (lambda llm: llm.stream(None), "a prompt is None, but must be a text or a list of token"),
         (lambda llm: llm.generate("a", {"n": 3}), "sampling_params is {'n': 3}, but must be Samp"),
         (lambda llm: llm.generate("a", [3]), "sampling_params is 3, but must be SamplingParams"),
@@ -249,3 +249,16 @@ def test_the_missing_extension_is_one_error(monkeypatch, tmp_path):
     monkeypatch.setenv("CPMCU_EXTENSION_DIR", str(tmp_path))
     with pytest.raises(ImportError, match="compiled module"):
         LLM(str(tmp_path))
+
+
+def test_wrong_prompts_of_a_conversation_and_a_stream(make):
+    with make() as llm:
+        for messages, message in (
+            ([], r"messages is \[\], but must have at least one message"),
+            ([{"role": "user"}], r"messages\[0\].content is missing, expected a text"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.chat(messages)
+        for prompts in (["a", "b"], [[1, 2], [3]]):
+            with pytest.raises(ValueError, match="stream takes one prompt, found a list of 2"):
+                llm.stream(prompts)
