@@ -120,7 +120,7 @@ def test_long_texts_come_back_the_same(server):
     spelt = "".join(pieces).replace("Ġ", " ").replace("Ċ", "\n")
     assert first == "<s>" and spelt == text
     reply = server.post("/detokenize", {"tokens": found["tokens"][1:]})
-    assert reply.json() == {"prompt": text}
+    assert reply.json() == {"prompt": text, "content": text}
 
 
 @pytest.mark.parametrize(
