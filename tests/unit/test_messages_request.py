@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from cpmcu.checks import PromptTooLongError
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.messages import BLOCK_TYPES, to_chat
 from cpmcu.serving.protocol import base
@@ -359,14 +360,11 @@ def test_values_out_of_range(fields):
 
 
 @pytest.mark.parametrize(
-    ("count", "end"), [("200", "."), ("at least 200", "; it has at least 200 tokens.")]
+    ("at_least", "end"), [(False, "."), (True, "; it has at least 200 tokens.")]
 )
-def test_a_lower_bound_of_tokens_is_called_so(count, end):
-    error = ApiError(
-        400,
-        f"The prompt has {count} tokens, but prompt and output together can have 128.",
-        code="context_length_exceeded",
-    )
+def test_a_lower_bound_of_tokens_is_called_so(at_least, end):
+    too_long = PromptTooLongError("the prompt", tokens=200, most=128, at_least=at_least)
+    error = ApiError(400, "The prompt.", code="context_length_exceeded", too_long=too_long)
     message = error.messages_body()["error"]["message"]
     start = "prompt is too long: 200 tokens > 128 maximum, prompt and output together"
     assert message == start + end

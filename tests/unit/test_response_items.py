@@ -228,7 +228,7 @@ def test_bad_items(items, param, message):
         ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
         ({"background": True, "stream": True}, "background", "exclude each other"),
-        ({"background": True, "store": False}, "background", "needs store"),
+        ({"background": True, "store": False}, "background", "only be used when `store` is true"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not in tools"),
