@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cpmcu.convert.dense_layers import DenseLayers, Layer, check_dense
-from cpmcu.convert.minicpm_to_llama import from_float32, to_float32
+from cpmcu.convert.minicpm_to_llama import WEIGHTS_FILE, from_float32, to_float32
 from cpmcu.convert.output import (
     Converted,
     NewTensor,
@@ -44,7 +44,6 @@ from cpmcu.quant.int4 import CHANNEL_WISE, GROUP_SIZE
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.tokenizer import Tokenizer
 
-WEIGHTS_FILE = "model.safetensors"
 METHODS = ("rtn", "gptq")
 BITS = (4, 8)
 GROUP_SIZES = (GROUP_SIZE, CHANNEL_WISE)
@@ -366,7 +365,7 @@ def _tensors(model: _Source, done: Mapping[str, Quantized]) -> list[NewTensor]:
 
 
 def _kept(model: _Source, name: str) -> NewTensor:
-    """An unchanged tensor. Those of a GGUF file get the dtype of its config, as in the engine."""
+    """An unchanged tensor. As in the engine, one of a GGUF file gets the dtype of the config."""
     meta = model.checkpoint.tensors[name].meta
     if not is_gguf(model.path) or meta.dtype != "float32":
         return copied(model.checkpoint, name)

@@ -71,6 +71,12 @@ def prepare(
     return ChatJob(generation, plan.new_parser, model.llm.token_texts)
 
 
+def num_prompt_tokens(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> int:
+    """Returns the number of tokens of a request's prompt. Slow, as `prepare`."""
+    prompt = prompt_text(service, body, origin)
+    return len(encode(service.model.llm.tokenizer, prompt, origin.field, special=False))
+
+
 def prompt_text(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> str:
     """Returns the rendered conversation of a request."""
     variables = dict(body.chat_template_kwargs or {})

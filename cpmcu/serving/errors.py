@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from cpmcu.checks import PromptTooLongError
@@ -148,6 +149,13 @@ def unknown_part(place: str, kind: str, text_kinds: Sequence[str]) -> ApiError:
     """Returns a 400 for a part of a message without a text."""
     why = "but its text is missing" if kind in text_kinds else "but only text is known"
     return refused(place, f"{place} has a {kind[:64]!r} part, {why}.")
+
+
+def of_body(error: ValidationError) -> RequestValidationError:
+    """Returns the error of a model that a route validated itself, as one of the request's body."""
+    return RequestValidationError(
+        [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    )
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -95,7 +95,7 @@ def test_no_circle_of_imports() -> None:
     while free := [name for name, needed in imports.items() if not needed & imports.keys()]:
         for name in free:
             del imports[name]
-    # What is left imports something that is left: a circle, or what leads to one.
+    # A module that is left imports another one that is left: they form a circle or lead to one.
     assert not {name: sorted(needed & imports.keys()) for name, needed in imports.items()}
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cpmcu.checks import shown
 from cpmcu.serving import strict_json
-from cpmcu.serving.errors import ApiError, refused, unknown_part
+from cpmcu.serving.errors import ApiError, of_body, refused, unknown_part
 from cpmcu.serving.protocol.base import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -309,8 +308,7 @@ class BatchChatRequest(RequestModel):
                 for each in self.messages
             ]
         except ValidationError as error:
-            inside = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-            raise RequestValidationError(inside) from error
+            raise of_body(error) from error
 
 
 class TopLogprob(ApiModel):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 
 from cpmcu.serving import sse
-from cpmcu.serving.errors import ApiError
+from cpmcu.serving.errors import ApiError, of_body
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.protocol.completion import CompletionRequest
@@ -29,8 +28,7 @@ async def invocations(body: dict[str, Any], request: Request) -> Response:
         if "prompt" in body:
             return await completions(CompletionRequest.model_validate(body), request)
     except ValidationError as error:
-        inside = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(inside) from error
+        raise of_body(error) from error
     raise ApiError(
         400,
         "The request has neither messages nor prompt: send a body of /v1/chat/completions or "

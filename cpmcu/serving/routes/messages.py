@@ -13,9 +13,9 @@ from fastapi.responses import Response
 from cpmcu.outputs import CompletionOutput, FinishReason
 from cpmcu.serving import sse
 from cpmcu.serving.answers import AnswerParser, metrics_of
-from cpmcu.serving.chat_job import ChatJob, prepare, prompt_text
+from cpmcu.serving.chat_job import ChatJob, num_prompt_tokens, prepare
 from cpmcu.serving.errors import server_stopping
-from cpmcu.serving.generation import PrefillProgress, encode
+from cpmcu.serving.generation import PrefillProgress
 from cpmcu.serving.message_blocks import BlockWriter, blocks_of
 from cpmcu.serving.messages import to_chat
 from cpmcu.serving.protocol.base import ERRORS
@@ -80,8 +80,7 @@ def _prepare(service: Service, body: MessagesRequest, loop: asyncio.AbstractEven
 
 
 def _count(service: Service, body: CountRequest) -> int:
-    prompt = prompt_text(service, *to_chat(body))
-    return len(encode(service.model.llm.tokenizer, prompt, "messages", special=False))
+    return num_prompt_tokens(service, *to_chat(body))
 
 
 def _event(type: str, **fields: Any) -> bytes:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.serving import sse
 from cpmcu.serving.answers import metrics_of
-from cpmcu.serving.chat_job import prompt_text
+from cpmcu.serving.chat_job import num_prompt_tokens
 from cpmcu.serving.conversation import checked, render
 from cpmcu.serving.fill import find_fill
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
@@ -70,13 +70,8 @@ async def count_chat_tokens(body: ChatRequest, request: Request) -> InputTokens:
     service = service_of(request)
     body.check()
     service.check_model(body.model)
-    count = await service.workers.run(request, body.text_length, _count, service, body)
+    count = await service.workers.run(request, body.text_length, num_prompt_tokens, service, body)
     return InputTokens(input_tokens=count)
-
-
-def _count(service: Service, body: ChatRequest) -> int:
-    text = prompt_text(service, body)
-    return len(encode(service.model.llm.tokenizer, text, "messages", special=False))
 
 
 async def _generate(body: Any, request: Request, size: int, prompts_of: Any) -> Response:
@@ -136,7 +131,7 @@ def _texts(service: Service, body: NativeCompletion) -> tuple[list[list[int]], S
 
 
 def _tokens(service: Service, prompt: NativePrompt) -> list[int]:
-    """The tokens of a prompt. Those that begin a text are before its first part only."""
+    """The tokens of a prompt. The tokenizer adds special tokens to its first part only."""
     llm = service.model.llm
     found: list[int] = []
     for i, part in enumerate(prompt if isinstance(prompt, list) else [prompt]):

@@ -11,9 +11,8 @@ from fastapi.responses import Response
 
 from cpmcu.checks import shown
 from cpmcu.serving import sse
-from cpmcu.serving.chat_job import ChatJob, prepare, prompt_text
+from cpmcu.serving.chat_job import ChatJob, num_prompt_tokens, prepare
 from cpmcu.serving.errors import ApiError, refused
-from cpmcu.serving.generation import encode
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.response_object import (
     DeletedResponse,
@@ -123,8 +122,7 @@ async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputT
 
 
 def _count(service: Service, body: ResponsesRequest, items: list[Placed]) -> int:
-    prompt = prompt_text(service, *to_chat(body, items))
-    return len(encode(service.model.llm.tokenizer, prompt, "input", special=False))
+    return num_prompt_tokens(service, *to_chat(body, items))
 
 
 def _written(value: Any) -> Response:
