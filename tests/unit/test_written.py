@@ -19,6 +19,7 @@ SCORE = PromptLogprob(logprob=-1.0, rank=None, decoded_token="a")
             id="x",
             created=1,
             model="m",
+            system_fingerprint="f",
             choices=[],
             usage=ChatUsage(prompt_tokens=1, completion_tokens=0, total_tokens=1),
             prompt_logprobs=[None, {"5": SCORE}, {"6": SCORE, "7": SCORE}],
