@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cpmcu.outputs import RequestOutput as RequestOutput
     from cpmcu.outputs import StreamChunk as StreamChunk
     from cpmcu.sampling import SamplingParams as SamplingParams
+    from cpmcu.sampling import ThinkingLimit as ThinkingLimit
     from cpmcu.spec_metrics import SpecDecodeMetrics as SpecDecodeMetrics
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "cpmcu.llm",
     "SamplingParams": "cpmcu.sampling",
+    "ThinkingLimit": "cpmcu.sampling",
     "Grammar": "cpmcu.grammar",
     "EngineConfig": "cpmcu.config",
     "SpeculativeConfig": "cpmcu.config",
@@ -43,6 +45,7 @@ __all__ = [
     "SpecDecodeMetrics",
     "SpeculativeConfig",
     "StreamChunk",
+    "ThinkingLimit",
     "__version__",
     "get_include",
 ]

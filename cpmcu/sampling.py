@@ -44,6 +44,27 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingLimit:
+    """A limit on the reasoning between two tags. Raises ValueError for a value out of range.
+
+    After `tokens` tokens of reasoning the output goes on with the tag `end`. `begun`: the prompt
+    ends within the reasoning; else an output that does not begin with the tag `begin` has none.
+    """
+
+    tokens: int
+    begin: str = "<think>"
+    end: str = "</think>"
+    begun: bool = False
+
+    def __post_init__(self) -> None:
+        _in_range("tokens", integer("tokens", self.tokens), 0, math.inf)
+        truth("begun", self.begun)
+        for name in ("begin", "end"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ValueError(f"{name} is {shown(getattr(self, name))}, but must be a text")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request. Raises ValueError for a value out of range.
 
@@ -132,6 +153,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = option(
         False, "the text ends with the stop text or token that ended the output", flags=()
     )
+    thinking: ThinkingLimit | None = option(  # noqa: RUF009
+        None, "limit on the tokens of reasoning (default: none)", flags=()
+    )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     grammar: Grammar | None = option(  # noqa: RUF009
         None, "grammar that the output must match", flags=()
@@ -204,6 +228,8 @@ class SamplingParams:
             _check_salt(value)
         elif name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             truth(name, value)
+        elif name == "thinking" and value is not None and not isinstance(value, ThinkingLimit):
+            raise ValueError(f"thinking is {shown(value)}, but must be a ThinkingLimit")
         elif name == "grammar" and value is not None and not isinstance(value, Grammar):
             raise ValueError(f"grammar is {shown(value)}, but must be a cpmcu.Grammar")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cpmcu.engine.grammar import GrammarState, Words
     from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.engine.prefix.cache import Prefix
+    from cpmcu.engine.thinking_budget import ThinkingBudget
     from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Request:
         grammar: GrammarState | None = None,
         min_tokens: MinTokens | None = None,
         bad_words: BadWords | None = None,
+        thinking: ThinkingBudget | None = None,
         shows_stop: bool = False,
         cache_salt: str = "",
     ) -> None:
@@ -67,6 +69,7 @@ class Request:
         self.grammar = grammar
         self._min_tokens = min_tokens
         self._bad_words = bad_words
+        self._thinking = thinking
         self._shows_stop = shows_stop  # the text has the token that ended it
         self.tokens: list[int] = []
         self.finish: Finish | None = None
@@ -100,7 +103,9 @@ class Request:
 
     @property
     def is_masked(self) -> bool:
-        """Does a grammar, `min_tokens` or a bad word restrict the next token?"""
+        """May a grammar, `min_tokens`, a bad word or a limit restrict the next token?"""
+        if self._thinking is not None and self._thinking.may_force(len(self.tokens)):
+            return True
         return self.grammar is not None or self._is_short or self._bad_words is not None
 
     @property
@@ -118,8 +123,10 @@ class Request:
         if self._is_short:
             assert self._min_tokens is not None
             masks = self._min_tokens.masks(len(self.tokens), parents, masks)
+        free = self.grammar is None  # of a grammar, a node without a mask ends the output
+        if self._thinking is not None:
+            masks = self._thinking.masks(self.tokens, tokens, parents, masks or {}, unmasked=free)
         if self._bad_words is not None:
-            free = self.grammar is None
             masks = self._bad_words.masks(self.tokens, tokens, parents, masks or {}, unmasked=free)
         return masks or {}
 
@@ -170,6 +177,8 @@ class Request:
         text = ""
         for token in tokens:
             self.tokens.append(token)
+            if self._thinking is not None:
+                self._thinking.accept(self.tokens)
             finish = self._stop_tokens.check(token, len(self.tokens))
             if self.grammar is not None:
                 self.grammar.accept(token)

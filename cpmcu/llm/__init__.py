@@ -25,7 +25,7 @@ from cpmcu.llm.arguments import (
 from cpmcu.llm.streaming import ChunkStream
 from cpmcu.loading.host_memory import swap_bytes
 from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
-from cpmcu.sampling import SamplingParams, to_engine
+from cpmcu.sampling import SamplingParams, ThinkingLimit, to_engine
 from cpmcu.shipped import shipped_model
 from cpmcu.spec_metrics import AcceptanceCounter
 from cpmcu.text.token_text import TokenTexts
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cpmcu.engine.bad_words import BadWords
     from cpmcu.engine.grammar import GrammarCompiler, GrammarState
     from cpmcu.engine.min_tokens import MinTokens
+    from cpmcu.engine.thinking_budget import ThinkingBudget
     from cpmcu.grammar import Grammar
     from cpmcu.loading.progress import LoadProgress
 
@@ -321,6 +322,7 @@ class LLM:
                 grammar=self._start(params.grammar),
                 min_tokens=least,
                 bad_words=bad_words,
+                thinking=self._thinking(params.thinking),
                 shows_stop=params.include_stop_str_in_output,
                 cache_salt=params.cache_salt,
             )
@@ -385,6 +387,15 @@ class LLM:
         from cpmcu.engine.bad_words import BadWords  # loads numpy
 
         return alone, BadWords(long, int(self.spec.vocab_size))
+
+    def _thinking(self, limit: ThinkingLimit | None) -> ThinkingBudget | None:
+        if limit is None:
+            return None
+        from cpmcu.engine.thinking_budget import ThinkingBudget  # loads numpy
+
+        end_ids = self.tokenizer.encode(limit.end, add_special_tokens=False)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
+        return ThinkingBudget(limit, end_ids, decode, int(self.spec.vocab_size))
 
     def _min_tokens(self, count: int, end_ids: Sequence[int]) -> MinTokens | None:
         if not count:

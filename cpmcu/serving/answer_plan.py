@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cpmcu.grammar import Grammar
+from cpmcu.sampling import ThinkingLimit
 from cpmcu.serving import grammar
 from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.errors import refused
@@ -23,9 +24,10 @@ from cpmcu.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The grammar and the parsers of an answer."""
+    """The grammar, the limit of the reasoning and the parsers of an answer."""
 
     grammar: Grammar | None  # of the whole output, reasoning included
+    thinking: ThinkingLimit | None
     forced: bool  # the grammar is that of forced calls
     special_tokens: list[int]  # of tags that the output text must keep
     new_parser: Callable[[], AnswerParser]  # one parser for each choice
@@ -60,6 +62,7 @@ def plan_answer(
             thinking = None
         else:
             whole = _after_thinking(whole, thinking, tokenizer, begun=begun)
+    limit = None if thinking is None else _limit(body, thinking, prompt, tokenizer, begun=begun)
     if not body.separate_reasoning and not forced:
         thinking = None
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
@@ -73,7 +76,7 @@ def plan_answer(
         )
 
     in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
-    return AnswerPlan(whole, forced is not None, _special(tokenizer, in_use), new_parser)
+    return AnswerPlan(whole, limit, forced is not None, _special(tokenizer, in_use), new_parser)
 
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:
@@ -115,6 +118,24 @@ def _after_thinking(
     tags = (parser.begin, parser.end)
     tokens = (_token_of(tokenizer, parser.begin), _token_of(tokenizer, parser.end))
     return grammar.after_thinking(answer, tags, tokens, begun=begun)
+
+
+def _limit(
+    body: ChatRequest,
+    parser: type[ReasoningParser],
+    prompt: str,
+    tokenizer: Tokenizer,
+    *,
+    begun: bool,
+) -> ThinkingLimit | None:
+    """Returns the limit that `thinking_token_budget` leaves behind the reasoning of the prompt."""
+    budget = body.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    if begun:
+        known = prompt[prompt.rfind(parser.begin) + len(parser.begin) :]
+        budget = max(0, budget - len(tokenizer.encode(known, add_special_tokens=False)))
+    return ThinkingLimit(tokens=budget, begin=parser.begin, end=parser.end, begun=begun)
 
 
 def _token_of(tokenizer: Tokenizer, tag: str) -> int | None:

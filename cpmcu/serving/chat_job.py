@@ -56,6 +56,7 @@ def prepare(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.num_prompt_logprobs,
         grammar=plan.grammar,
+        thinking=plan.thinking,
         **fields,
     )
     generation = Generation(

@@ -92,6 +92,7 @@ def _thinking_fields(body: CountRequest) -> dict[str, Any]:
         "chat_template_kwargs": variables,
         "reasoning_effort": effort,
         "include_reasoning": thinks,
+        "thinking_token_budget": body.thinking.budget_tokens if body.thinking else None,
     }
 
 

@@ -292,6 +292,53 @@ def test_tags_that_are_special_tokens(special, prompt):
     assert shown == ("So, two.", "Ok<|other|>.", ["f"])
 
 
+@pytest.mark.parametrize("budget", [0, 1, 3, 100, -1])
+@pytest.mark.parametrize("prompt", [cue("tell"), "<think>", "<think>\n"])
+def test_a_budget_of_reasoning(special, prompt, budget):
+    """Behind the last token of the budget comes the end tag; the prompt's reasoning counts."""
+    body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 60}
+
+    def told(path="/v1/chat/completions", **fields):
+        reply = special.post(path, {**body, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def parts(**fields) -> tuple[str | None, str, list[int]]:
+        choice = told(return_token_ids=True, **fields)["choices"][0]
+        message = choice["message"]
+        return message.get("reasoning_content"), message["content"], choice["token_ids"]
+
+    begin, end = special.post("/tokenize", {"prompt": "<think></think>"}).json()["tokens"]
+    free, found = parts()[2], parts(thinking_token_budget=budget)
+    if prompt == "<think>\n" and budget >= 0:
+        assert found[2].index(end) == min(free.index(end), max(0, budget - 1))
+        return
+    start = free.index(begin) + 1 if begin in free else 0
+    if budget in (-1, 100):
+        assert found == parts()
+    else:
+        assert found[2].index(end) - start == budget
+        assert found[2][: start + budget] == free[: start + budget]
+        assert found[1].startswith("Ok.")
+    for name in ("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_budget"):
+        assert parts(**{name: budget}) == found
+    items = {"input": prompt, "temperature": 0, "thinking_token_budget": budget}
+    (*_, message) = special.post("/v1/responses", items).json()["output"]
+    assert message["content"][0]["text"] == found[1]
+    if budget > 0:
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        (*_, block) = told("/v1/messages", thinking=thinking)["content"]
+        assert block["text"] == found[1]
+
+
+def test_a_text_has_no_budget_of_reasoning(scripted):
+    body = {"prompt": "a", "max_tokens": 1, "thinking_token_budget": 4}
+    reply = scripted.post("/v1/completions", body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "thinking_token_budget"
+    body = {"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": -2}
+    assert scripted.post("/v1/chat/completions", body).status_code == 400
+
+
 def test_tags_that_are_parts_of_tags(tmp_path):
     """MiniCPM5's tokens include <function and <param, without the end of the tag.
 

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "thinking": (),
     "thinking_budget": (),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "top_a": (0, 0.0),
     "top_n_sigma": (-1, -1.0, 0, 0.0),
     "typical_p": (1, 1.0),
@@ -85,6 +85,8 @@ IGNORED = {
 }
 _REASONS = {
     "suffix": "/v1/completions fills gaps",
+    "thinking_budget": "thinking_token_budget limits the reasoning of chats and responses",
+    "thinking_token_budget": "a text has no reasoning apart from its content",
     "post_sampling_probs": "log-probabilities are the model's, before sampling",
     "logprob_token_ids": "only the likeliest tokens have log-probabilities; ask for top_logprobs",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",

@@ -152,6 +152,10 @@ def _switch(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+# Names of thinking_token_budget: llama.cpp's and Qwen's.
+BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_budget")
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
@@ -167,6 +171,9 @@ class ChatRequest(GenerationRequest):
         None, description="Variables of the chat template, such as enable_thinking"
     )
     reasoning_effort: str | None = Field(None, description="Passed to the chat template")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="Most tokens of reasoning; -1: any number"
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(False, description="Continue the last message")
     add_special_tokens: bool = Field(False, description="Encode the prompt with BOS")
@@ -175,6 +182,16 @@ class ChatRequest(GenerationRequest):
     echo: bool | None = Field(
         False, description="Prepend the last message if its role is that of the answer"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _budget_under_other_names(cls, body: Any) -> Any:
+        names = [name for name in BUDGETS if isinstance(body, dict) and name in body]
+        if not names:
+            return body
+        body = dict(body)
+        found = [body.pop(name) for name in names]
+        return {"thinking_token_budget": found[0], **body}
 
     @model_validator(mode="after")
     def _effort_none_is_no_thinking(self) -> ChatRequest:

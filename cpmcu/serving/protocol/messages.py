@@ -102,7 +102,7 @@ class Thinking(RequestModel):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=1, description="Accepted, without effect")
+    budget_tokens: int | None = Field(None, ge=1, description="Most tokens of thinking")
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="omitted: thinking blocks are empty"
     )

@@ -183,6 +183,9 @@ class ResponsesRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking"
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="Most tokens of reasoning; -1: any number"
+    )
 
     def check(self) -> None:
         """Raises ApiError (400) for fields of other endpoints and for fields without support."""
