@@ -59,6 +59,10 @@ class LoadedModel:
     draft_directory: Path | None = None  # of a draft with weights in other files
 
 
+# Beginnings of the names of a language model's head; the second in files with a vision tower.
+HEADS = ("lm_head.", "language_model.lm_head.")
+
+
 @one_sentence()
 def load_model(
     model: str,
@@ -95,7 +99,7 @@ def load_model(
     options = BuildOptions(
         device=device,
         max_model_len=config.max_model_len,
-        has_lm_head=any(name.startswith("lm_head.") for name in metas),
+        has_lm_head=any(name.startswith(HEADS) for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
         sparse=config,
     )

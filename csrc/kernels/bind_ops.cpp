@@ -17,6 +17,7 @@
 #include "kernels/layer/gather_rows.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/rotary_kv.h"
+#include "kernels/layer/scale_queries.h"
 #include "kernels/layer/sigmoid_gate.h"
 #include "kernels/layer/silu_mul.h"
 #include "kernels/sampling/sample.h"
@@ -256,6 +257,15 @@ void bind_layer_ops(py::module_& m) {
   py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/layer/qkv_layout.h.")
       .def(py::init([](int row, int q_head, int k, int v) { return QkvLayout{row, q_head, k, v}; }),
            py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
+  m.def(
+      "scale_queries",
+      [](const OpsContext& c, SharedArray qkv, const QkvLayout& layout, int num_heads,
+         int num_kv_heads, int head_dim, float beta, int length, SharedArray positions) {
+        scale_queries(c.ctx, {tensor_of(qkv), layout, num_heads, num_kv_heads, head_dim, beta,
+                              length, ints(positions)});
+      },
+      "ctx"_a, py::kw_only(), "qkv"_a, "layout"_a = QkvLayout(), "num_heads"_a, "num_kv_heads"_a,
+      "head_dim"_a, "beta"_a, "length"_a, "positions"_a, "csrc/kernels/layer/scale_queries.h");
   py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/layer/rotary_kv.h.")
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/layer/rotary_kv.h"
+#include "kernels/layer/scale_queries.h"
 #include "kernels/layer/sigmoid_gate.h"
 #include "layers/block.h"
 #include "layers/rotary.h"
@@ -23,6 +24,8 @@ struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
   bool qkv_bias, qk_norm, output_gate;
   float rope_attention_scaling;
+  float query_scale_beta;  // 0: no scale (kernels/layer/scale_queries.h)
+  int query_scale_length;  // tokens
 
   AttentionShape(const ModelSpec& spec, const Params& params)
       : num_heads(params.integer("num_attention_heads", spec.num_attention_heads)),
@@ -33,11 +36,13 @@ struct AttentionShape {
         qk_norm(params.flag("qk_norm", spec.qk_norm)),
         output_gate(params.flag("output_gate", false)),
         rope_attention_scaling(
-            params.number("rope_attention_scaling", spec.rope_attention_scaling)) {
-    params.check_known(
-        "an attention block",
-        {"num_attention_heads", "num_key_value_heads", "head_dim", "window", "qkv_bias", "qk_norm",
-         "output_gate", "rope_inv_freq", "rope_attention_scaling"});
+            params.number("rope_attention_scaling", spec.rope_attention_scaling)),
+        query_scale_beta(params.number("query_scale_beta", 0)),
+        query_scale_length(params.integer("query_scale_length", 1)) {
+    params.check_known("an attention block",
+                       {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
+                        "qkv_bias", "qk_norm", "output_gate", "rope_inv_freq",
+                        "rope_attention_scaling", "query_scale_beta", "query_scale_length"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
           "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
@@ -46,6 +51,8 @@ struct AttentionShape {
     CHECK(!(output_gate && qkv_bias),
           "an attention block has an output gate and a bias, expected one of them");
     CHECK(window >= 0, "an attention block has a window of {}, expected at least 0", window);
+    CHECK(query_scale_length >= 1, "query_scale_length is {}, expected at least 1",
+          query_scale_length);
   }
 
   int64_t q_size() const { return int64_t{num_heads} * head_dim; }
@@ -144,6 +151,9 @@ class AttentionBlock : public Block {
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
     max_tokens_ = limits.max_tokens;
+    scales_queries_ = shape_.query_scale_beta != 0 && limits.max_kv > shape_.query_scale_length;
+    CHECK(!sparse_ || !scales_queries_,
+          "a sparse_attention block scales its queries by position, expected no such scale");
   }
 
   void bind(const Arena& arena, const ModelState& state) override {
@@ -216,6 +226,16 @@ class AttentionBlock : public Block {
                                 .tokens = step.tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
+    if (scales_queries_) {
+      scale_queries(ctx, {.qkv = qkv,
+                          .layout = shape_.layout(),
+                          .num_heads = shape_.num_heads,
+                          .num_kv_heads = shape_.num_kv_heads,
+                          .head_dim = shape_.head_dim,
+                          .beta = shape_.query_scale_beta,
+                          .length = shape_.query_scale_length,
+                          .positions = step.tokens.positions});
+    }
     const bool is_prefill = step.phase == Phase::kPrefill;
     if (sparse_ && is_prefill) sparse_->compress(ctx, keys_, step.tokens);
     const BlockSelection blocks =
@@ -295,6 +315,7 @@ class AttentionBlock : public Block {
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0;
   int64_t max_tokens_ = 0, partial_floats_ = 0;
+  bool scales_queries_ = false;       // the context is longer than query_scale_length
   Tensor keys_, values_;              // [pages, Hkv, 64, D]
   Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;

@@ -27,6 +27,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite4",
         {"num_hidden_layers": 2, "position_embedding_type": None},
     ),
+    "ministral": (
+        "ministral",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "ministral3": ("ministral3", {"num_hidden_layers": 2}),
     "phi3": ("phi3", {"num_hidden_layers": 2, "sliding_window": WINDOW}),
     "phi3, a part of a head rotates": (
         "phi3",

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
+    "ministral": ("MinistralForCausalLM", "ministral"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "mimo": ("MiMoForCausalLM", "mimo"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -77,6 +79,21 @@ GRANITE4 = {
     "layer_types": ["full_attention"] * 2,
     "mamba_n_heads": 4,
 }
+# Keys of config.json that a family adds.
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+}
 MINICPM_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -107,6 +124,7 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     config |= GRANITE4 if family == "granite4" else {}
     config |= EXPERTS if family.endswith("moe") else {}
     config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
+    config |= OWN_KEYS.get(family, {})
     if family == "mistral":
         config["sliding_window"] = None
     if "hidden_size" in overrides or "num_attention_heads" in overrides:

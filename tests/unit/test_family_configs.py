@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cpmcu.models.registry import find_model
 from tests.reference.tiny_checkpoints import tiny_config
 from tests.unit.test_model_configs import build, shape, windows
 
@@ -92,6 +93,54 @@ PHI4_MINI: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
+MINISTRAL_3_8B: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"hidden_size": 1024},
+}
+MISTRAL_SMALL_31: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "vocab_size": 131072,
+    },
+}
 
 
 def test_seed_oss_36b() -> None:
@@ -136,6 +185,40 @@ def test_smollm3_windows() -> None:
     assert windows(build(config | {"sliding_window": None})) == [0, 0]
 
 
+def test_ministral_3_8b() -> None:
+    fields = build(MINISTRAL_3_8B, device="cuda")
+    assert shape(fields) == (34, 4096, 32, 8, 128, 14336, 131072, 262144)
+    assert fields.rope_attention_scaling == 1 and not fields.tie_word_embeddings
+    scale = {"query_scale_beta": 0.1, "query_scale_length": 16384}
+    assert [dict(layer[0][1]) for layer in fields.layers] == [scale] * 34
+    text = {**MINISTRAL_3_8B["text_config"], "architectures": ["Ministral3ForCausalLM"]}
+    assert build(text | {"tie_word_embeddings": False}, device="cuda") == fields
+    del text["rope_parameters"]
+    assert build(text | {"tie_word_embeddings": False}, device="cuda") == fields
+
+
+def test_mistral_small_31() -> None:
+    fields = build(MISTRAL_SMALL_31, device="cuda")
+    assert shape(fields) == (40, 5120, 32, 8, 128, 32768, 131072, 131072)
+    assert not fields.layers
+
+
+@pytest.mark.parametrize(
+    ("name", "llama"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("vision_tower.patch_conv.weight", None),
+        ("model.multi_modal_projector.norm.weight", None),
+    ],
+)
+def test_names_of_mistral_3(name: str, llama: str | None) -> None:
+    pieces = find_model(MISTRAL_SMALL_31).names(name, build(MISTRAL_SMALL_31))
+    assert [piece.name for piece in pieces] == ([llama] if llama else [])
+
+
 def test_phi4_mini() -> None:
     fields = build(PHI4_MINI, device="cuda")
     assert shape(fields) == (32, 3072, 24, 8, 128, 8192, 200064, 131072)
@@ -174,6 +257,16 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("smollm3", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers is [1]", "a list of 2 numbers"]),
     ("smollm3", {"no_rope_layers": [1, 2]}, ["no_rope_layers is [1, 2]", "1: RoPE, 0: none"]),
+    (
+        "ministral3",
+        {"rope_parameters": {"llama_4_scaling_beta": -1, "original_max_position_embeddings": 64}},
+        ["llama_4_scaling_beta is -1", "a positive number"],
+    ),
+    (
+        "ministral3",
+        {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        ["original_max_position_embeddings is missing", "a positive integer"],
+    ),
     ("phi3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("seedoss", {"attention_out_bias": True}, ["attention_out_bias is True", "false"]),
     ("seedoss", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
