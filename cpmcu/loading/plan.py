@@ -20,6 +20,7 @@ from cpmcu.models.names import NameMap
 from cpmcu.quant.registry import Arrays, QuantPlan, Repack
 
 MAX_LISTED = 8  # mismatches in one message
+_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale")
 
 Value = TypeVar("Value")
 
@@ -183,11 +184,15 @@ def _as_expected(placement: Placement, expected: Mapping[str, TensorMeta]) -> Pl
     """Gives a scale the expected shape if it differs in dimensions of 1 only.
 
     Tools write the scale of a matrix as [], [1] or [1, 1], and those of rows as [N] or [N, 1].
+    Bytes of powers of two are uint8 in the engine.
     """
     found = placement.target
     wanted = expected.get(found.name)
-    if wanted is None or not found.name.endswith((".weight_scale", ".weight_scale_inv")):
+    if wanted is None or not found.name.endswith(_SCALES):
         return placement
+    if (found.dtype, wanted.dtype) == ("float8_e8m0fnu", "uint8"):
+        found = replace(found, dtype="uint8")
+        placement = replace(placement, target=found)
     if [size for size in found.shape if size != 1] != [size for size in wanted.shape if size != 1]:
         return placement
     return replace(placement, target=replace(found, shape=wanted.shape))

@@ -1,9 +1,10 @@
-"""compressed-tensors: integer weights of 4 or 8 bits, and FP8. Each group of modules has a format.
+"""compressed-tensors: integers of 4 or 8 bits, and floats. Each group of modules has a format.
 
 * pack-quantized: `weight_packed` int32 [N, K / 8] (8 bits: [N, K / 4]), `weight_scale` [N, G],
   `weight_shape`, with 4 bits also `weight_zero_point` int32 [N / 8, G]
 * int-quantized: `weight` int8 [N, K], `weight_scale` [N, 1] or one for the matrix
 * float-quantized: cpmcu/quant/fp8.py
+* nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized: cpmcu/quant/float_groups.py
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.float_groups import E8M0, FloatFormat, float_group_part
 from cpmcu.quant.fp8 import E4M3, fp8_part
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
@@ -32,20 +34,19 @@ from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 logger = logging.getLogger(__name__)
 
 _PACKED, _PLAIN, _FP8 = "pack-quantized", "int-quantized", "float-quantized"
-# Format -> the tensor that a module with it has, and its dtype where the name does not tell.
-_TENSORS: dict[str, tuple[str, str | None]] = {
-    _PACKED: (".weight_packed", None),
-    _PLAIN: (".weight", "int8"),
-    _FP8: (".weight", E4M3),
+_GROUPS = {
+    "nvfp4-pack-quantized": FloatFormat.NVFP4,
+    "mxfp4-pack-quantized": FloatFormat.MXFP4,
+    "mxfp8-quantized": FloatFormat.MXFP8,
 }
+_NAMES = {form: name for name, form in _GROUPS.items()}
+_FORMATS = (_PACKED, _PLAIN, _FP8, *_GROUPS)
 _NOT_USED = (".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
 _OTHER_FORMATS = {
     "dense": "16-bit weights",
     "naive-quantized": "8 bits",
     "marlin-24": "4-bit integers with 2:4 sparsity",
-    "nvfp4-pack-quantized": "NVFP4",
-    "mxfp4-pack-quantized": "MXFP4",
-    "mxfp8-quantized": "MXFP8",
+    "mxfp6-pack-quantized": "MXFP6",
     "mixed-precision": "several formats, but a group does not say which",
 }
 _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
@@ -63,7 +64,7 @@ class _Form:
 
 @register_quant("compressed-tensors")
 class CompressedTensors:
-    """Integer or FP8 weights, each module after its group; activations stay in 16 bits."""
+    """Integer or float weights, each module after its group; activations stay in 16 bits."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "compressed-tensors"
@@ -86,18 +87,34 @@ class CompressedTensors:
         if any(name.endswith(".weight_g_idx") for name in tensors):
             raise ValueError("a weight_g_idx (actorder) is present, expected groups in order of K")
         modules: dict[_Form, list[str]] = {}
-        for name, (suffix, dtype) in _TENSORS.items():
+        for suffix in (".weight_packed", ".weight"):
             for module in quantised_modules(tensors, suffix):
-                if dtype in (None, tensors[module + suffix].dtype):
+                name = _stored_format(module, suffix, tensors)
+                if name is not None:
                     modules.setdefault(_form_of(module, name, forms), []).append(module)
         if not modules:
-            expected = " or ".join(dict.fromkeys(_TENSORS[form.format][0] for _, form in forms))
+            packed = all("pack" in form.format for _, form in forms)
             raise ValueError(
                 "quantization_config says compressed-tensors, but no tensor ends in "
-                f"{expected} with quantised weights"
+                f"{'.weight_packed' if packed else '.weight'} with quantised weights"
             )
         parts = [_part(form, tensors, its) for form, its in modules.items()]
         return plan_parts("compressed-tensors", tensors, parts)
+
+
+def _stored_format(module: str, suffix: str, tensors: Mapping[str, TensorMeta]) -> str | None:
+    """The format that a module's tensors have; None: it is not quantised."""
+    dtype = tensors[module + suffix].dtype
+    if suffix == ".weight_packed":
+        if dtype != "uint8":
+            return _PACKED
+        is_nvfp4 = module + ".weight_global_scale" in tensors
+        return _NAMES[FloatFormat.NVFP4 if is_nvfp4 else FloatFormat.MXFP4]
+    scale = tensors.get(module + ".weight_scale")
+    if dtype == E4M3:
+        powers = scale is not None and scale.dtype in E8M0
+        return _NAMES[FloatFormat.MXFP8] if powers else _FP8
+    return _PLAIN if dtype == "int8" else None
 
 
 def _form_of(
@@ -143,6 +160,8 @@ def _is_class(target: str, module: str) -> bool:
 def _part(form: _Form, tensors: Mapping[str, TensorMeta], modules: Sequence[str]) -> Part:
     if form.format == _FP8:
         return fp8_part(tensors, modules)
+    if form.format in _GROUPS:
+        return float_group_part(_GROUPS[form.format], tensors, modules)
     names = [module + suffix for module in modules for suffix in _NOT_USED]
     ignored = {name: reason for name in names if (reason := _reason(name, tensors))}
     if form.bits == 4:
@@ -170,8 +189,8 @@ def _form(group: Mapping[str, Any], quant: Mapping[str, Any]) -> _Form:
     """The form of a group. Raises ValueError for one that is not supported."""
     stated = _format(group, quant)
     _check_format(stated)
-    if stated == _FP8:
-        return _Form(_FP8)
+    if stated == _FP8 or stated in _GROUPS:
+        return _Form(stated)
     weights = _object(group, "weights")
     bits = check_bits(weights.get("num_bits"), *((4, 8) if stated == _PACKED else (8,)))
     _check_group(group, activations=stated == _PLAIN)
@@ -193,12 +212,12 @@ def _format(scheme: Mapping[str, Any], quant: Mapping[str, Any]) -> Any:
 
 def _check_format(stated: Any) -> None:
     """Raises ValueError for a format that is not read."""
-    if stated not in _TENSORS:
+    if stated not in _FORMATS:
         what = _OTHER_FORMATS.get(str(stated))
         raise ValueError(
             f"quantization_config: format is {shown(stated)}{f' ({what})' if what else ''}, "
-            f"expected {_PACKED!r}, {_PLAIN!r} or {_FP8!r}; name the model's 16-bit files, or its "
-            "files in one of these formats"
+            f"expected one of: {', '.join(_FORMATS)}; name the model's 16-bit files, or its files "
+            "in one of these formats"
         )
 
 

@@ -22,19 +22,15 @@ logger = logging.getLogger(__name__)
 E4M3 = "float8_e4m3fn"
 BLOCK = 128
 _INVERSE, _PLAIN = ".weight_scale_inv", ".weight_scale"
-_MODELOPT = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_block_scales")
 _NOT_USED = (".input_scale", ".output_scale")
 
 
 @register_quant("fp8")
 class Fp8:
-    """FP8 of Qwen and DeepSeek, AutoRound and ModelOpt; compressed-tensors has its own file."""
+    """FP8 of Qwen, DeepSeek and AutoRound; compressed-tensors and ModelOpt have their own files."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
-        method = quant_config.get("quant_method")
-        if method == "modelopt":
-            return str(quant_config.get("quant_algo")).lower() in _MODELOPT
-        return method == "fp8"
+        return quant_config.get("quant_method") == "fp8"
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)

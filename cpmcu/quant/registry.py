@@ -182,7 +182,15 @@ def with_modelopt(config: dict[str, Any], modelopt: Mapping[str, Any]) -> dict[s
 
 
 # Names of kernels or tools -> the format that the files have.
-_FORMATS = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}
+_FORMATS = {
+    "gptq_marlin": "gptq",
+    "auto_gptq": "gptq",
+    "awq_marlin": "awq",
+    "auto_awq": "awq",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 _AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_round:fp8": "fp8"}
 

@@ -298,6 +298,11 @@ __device__ __forceinline__ float load_shared_float(uint32_t shared) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
   return v;
 }
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared));
+  return v;
+}
 __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));

@@ -6,6 +6,7 @@
 #include "kernels/bind_ops.h"
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/packed/code8_pack.h"
+#include "kernels/gemm/packed/float_group_pack.h"
 #include "kernels/gemm/packed/int4_pack.h"
 
 namespace py = pybind11;
@@ -27,14 +28,17 @@ struct OpsFusedGemm {
 }  // namespace
 
 PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
-                       const std::string& scale_dtype, int scale_rows) {
-  CHECK(codes == "int4" || codes == "e4m3", "codes are \"{}\", expected \"int4\" or \"e4m3\"",
-        codes);
-  return {.codes = codes == "int4" ? Codes::kInt4 : Codes::kE4m3,
+                       const std::string& scale_dtype, int scale_rows, int group) {
+  CHECK(codes == "int4" || codes == "e4m3" || codes == "e2m1",
+        "codes are \"{}\", expected \"int4\", \"e4m3\" or \"e2m1\"", codes);
+  return {.codes = codes == "int4"   ? Codes::kInt4
+                   : codes == "e4m3" ? Codes::kE4m3
+                                     : Codes::kE2m1,
           .planes = planes,
           .zero_points = zero_points,
           .scale_dtype = parse_dtype(scale_dtype),
-          .scale_rows = scale_rows};
+          .scale_rows = scale_rows,
+          .group = group};
 }
 
 void bind_packed_ops(py::module_& m) {
@@ -42,12 +46,12 @@ void bind_packed_ops(py::module_& m) {
                         "Quantised weights; see csrc/kernels/gemm/packed/packed.h.")
       .def(py::init([](SharedArray blocks, int64_t n, int64_t k, const std::string& codes,
                        int planes, bool zero_points, const std::string& scale_dtype, int scale_rows,
-                       bool gated) {
+                       int group, bool gated) {
              OpsWeight made{
                  {.blocks = blocks->as<uint8_t>(DType::kU8),
                   .n = n,
                   .k = k,
-                  .layout = layout_of(codes, planes, zero_points, scale_dtype, scale_rows),
+                  .layout = layout_of(codes, planes, zero_points, scale_dtype, scale_rows, group),
                   .gated = gated},
                  blocks};
              const int64_t bytes = blocks->tensor().num_bytes();
@@ -56,8 +60,24 @@ void bind_packed_ops(py::module_& m) {
              return made;
            }),
            "blocks"_a, py::kw_only(), "n"_a, "k"_a, "codes"_a = "int4", "planes"_a = 1,
-           "zero_points"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1,
+           "zero_points"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0,
            "gated"_a = false);
+  m.def(
+      "float_group_pack",
+      [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
+         bool powers, SharedArray factor, bool divides, int64_t first_row, bool interleaved) {
+        float_group_pack(c.ctx, {.w = w.weight,
+                                 .codes = tensor_of(codes),
+                                 .scales = tensor_of(scales),
+                                 .powers = powers,
+                                 .factor = tensor_of(factor),
+                                 .divides = divides,
+                                 .first_row = first_row,
+                                 .interleaved = interleaved});
+      },
+      "ctx"_a, "w"_a, "codes"_a, "scales"_a, py::kw_only(), "powers"_a = false,
+      "factor"_a = SharedArray(), "divides"_a = false, "first_row"_a = 0, "interleaved"_a = false,
+      "csrc/kernels/gemm/packed/float_group_pack.h");
   m.def(
       "code8_pack",
       [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,

@@ -20,7 +20,13 @@ from tests.reference.tiny_checkpoints import (
 from tests.reference.tiny_drafts import KINDS, write_draft
 from tests.reference.tiny_fp8 import write_fp8
 from tests.reference.tiny_hybrid import CUDA_SIZES, HYBRIDS
+from tests.reference.tiny_mixed import write_mixed
 from tests.reference.tiny_w4 import quantise, write_w4
+
+# Layouts of write_quantised by the form of tiny_mixed -> quantization_config.
+QUANT_CONFIGS: dict[str, dict[str, Any]] = {
+    "nvfp4mo": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+}
 
 VOCAB = 160
 CONTEXT = 512
@@ -172,9 +178,11 @@ class Models:
 
 
 def write_quantised(directory: Path, made: TinyCheckpoint, layout: str) -> None:
-    """`layout`: "fp8", or one of 4-bit weights."""
+    """`layout`: "fp8", a form of tiny_mixed with a config here, or one of 4-bit weights."""
     if layout == "fp8":
         write_fp8(directory, made.config, made.weights, "qwen")
+    elif layout in QUANT_CONFIGS:
+        write_mixed(directory, made.config, made.weights, {"": layout}, QUANT_CONFIGS[layout])
     else:
         write_w4(directory, made.config, quantise(made.weights), layout)
 

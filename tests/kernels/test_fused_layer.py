@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention import Case
+from tests.kernels.float_weights import KINDS, FloatWeights
 from tests.kernels.packed import Weights, random_x, scratch_of
 from tests.kernels.util import (
     Floats,
@@ -69,11 +70,15 @@ class FourBits(Weights):
         return ops.FusedGemm(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
 
 
+class GroupedFloats(FloatWeights):
+    gemm = FourBits.gemm
+
+
 @dataclass
 class Gemm:
     """y [M, N] = alpha * x W^T + beta * y; with `norm`, the next GEMM reads y RMS-normed."""
 
-    weights: FourBits | Dense
+    weights: FourBits | GroupedFloats | Dense
     alpha: float = 1
     beta: float = 0
     norm: Floats | None = None
@@ -96,9 +101,18 @@ def norm_of(rows: Floats, weight: Floats) -> Floats:
 class Layer:
     """The GEMMs o, gate and up, down, and qkv of the next layer."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, bits: int = 4, **kind: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, bits: int = 4, floats: str = "", **kind: Any
+    ) -> None:
         self.dtype, self.norm_offset = dtype, 0.0
-        make = partial(Dense, dtype=dtype) if bits == 16 else partial(FourBits, **kind)
+        make: Callable[..., Any] = partial(FourBits, **kind)
+        if bits == 16:
+            make = partial(Dense, dtype=dtype)
+        elif floats:
+
+            def make(k: int, n: int, **settings: Any) -> GroupedFloats:
+                return GroupedFloats(floats, n, k, **settings)
+
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
         norms = [rounded(rng.uniform(0.5, 1.5, hidden), dtype) for _ in range(2)]
@@ -200,6 +214,22 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
     )  # fmt: skip
     attended = layer.run(x, residual, 1)[0]
     assert_close(hidden, layer.gemms[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", sizes(1, 13, 40, 64, 100))
+def test_floats_with_group_scales(device: str, dtype: str, kind: str, m: int) -> None:
+    shape = (256, 128, 192, 520)
+    layer = Layer(shape, dtype, floats=kind)
+    layer.put(device)
+    x, residual = inputs(m, shape, dtype)
+    attended, act, hidden, qkv = layer.run(x, residual, 4)
+    for i, (y, given) in enumerate(((hidden, act), (qkv, norm_of(hidden, layer.gemms[2].norm)))):
+        expected = layer.gemms[2 + i].reference(given, layer.run(x, residual, 1)[0])
+        assert_close(y, expected, KERNELS["normed_gemm"][dtype])
+    for part, whole in zip(layer.run(x[-1:], residual[-1:], 4), (attended, act, hidden, qkv)):
+        assert np.array_equal(part[0], whole[-1])
 
 
 @on_devices_and_cuda_dtypes

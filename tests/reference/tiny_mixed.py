@@ -13,6 +13,7 @@ formula of the library that defines the format, so the twin depends on the store
 | awq4 | scales[k // group] * (qweight - qzeros), in AutoAWQ's order |
 | ct4, ct8 | weight_scale[n, k // group] * ((weight_packed >> bits * i & mask) - 2^(bits - 1)) |
 | int8, fp8 | weight * weight_scale |
+| nvfp4, mxfp4, mxfp8 | that of float_groups.py; nvfp4mo and mxfp4mo have ModelOpt's names |
 
 A form ends in "c" for a scale for each whole row; else groups have 128.
 """
@@ -28,9 +29,18 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.reference import float_groups
 from tests.reference.tiny_checkpoints import Array
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# form -> (kind of float_groups, name of the codes, of the scale of the matrix)
+FLOAT_GROUPS = {
+    "nvfp4": ("nvfp4", "weight_packed", "weight_global_scale"),
+    "nvfp4mo": ("nvfp4", "weight", "weight_scale_2"),
+    "mxfp4": ("mxfp4", "weight_packed", ""),
+    "mxfp4mo": ("mxfp4", "weight", ""),
+    "mxfp8": ("mxfp8", "weight", ""),
+}
 
 
 def write_mixed(
@@ -48,7 +58,8 @@ def write_mixed(
         module = name.removesuffix(".weight")
         form = form_of(module, forms) if module != name else "dense"
         if form == "dense":
-            tensors[name] = torch.from_numpy(np.ascontiguousarray(array)).half().float()
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            tensors[name] = tensor.half().float() if tensor.is_floating_point() else tensor
             continue
         stored = encode(form, array, getattr(torch, scale_dtype))
         if quant is None:
@@ -79,6 +90,8 @@ def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torc
         scale = torch.from_numpy(np.abs(weight).max(1, keepdims=True) / 448).to(scale_dtype)
         codes = (torch.from_numpy(weight) / scale.float()).to(torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale": scale}
+    if kind in FLOAT_GROUPS:
+        return encode_float_groups(kind, weight)
     bits = 4 if kind.endswith("4") else 8
     half = 1 << bits - 1
     group_of = np.zeros(k, np.int64) if by_row or kind == "int8" else np.arange(k) // 128
@@ -113,6 +126,29 @@ def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torc
     }
 
 
+def encode_float_groups(form: str, weight: Array) -> dict[str, torch.Tensor]:
+    kind, name, of_matrix = FLOAT_GROUPS[form]
+    factor = np.float32(np.abs(weight).max() / (6 * 448)) if of_matrix else np.float32(1)
+    codes, scales = float_groups.quantise(kind, weight, float(factor))
+    stored = {name: torch.from_numpy(codes), "weight_scale": torch.from_numpy(scales)}
+    if kind == "nvfp4":
+        stored["weight_scale"] = stored["weight_scale"].view(torch.float8_e4m3fn)
+    if kind == "mxfp8":
+        stored[name] = stored[name].view(torch.float8_e4m3fn)
+    if of_matrix == "weight_global_scale":
+        stored |= {of_matrix: torch.tensor([1 / factor]), "input_global_scale": torch.ones(1)}
+    elif of_matrix:
+        stored |= {of_matrix: torch.tensor(factor), "input_scale": torch.ones(())}
+    return stored
+
+
+def decode_float_groups(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
+    kind, name, of_matrix = FLOAT_GROUPS[form]
+    codes, scales = (stored[part].view(torch.uint8).numpy() for part in (name, "weight_scale"))
+    factor = float(stored[of_matrix]) if of_matrix else 1.0
+    return float_groups.dequantise(kind, codes, scales, 1 / factor if form == "nvfp4" else factor)
+
+
 def in_awq_order(values: Array) -> Array:
     return values.reshape(len(values), -1, 8)[:, :, AWQ_ORDER].reshape(values.shape)
 
@@ -134,6 +170,8 @@ def split(packed: torch.Tensor, bits: int) -> Array:
 def decode(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
     """W [N, K], float64."""
     kind = form.rstrip("c")
+    if kind in FLOAT_GROUPS:
+        return decode_float_groups(kind, stored)
     bits = 4 if kind.endswith("4") else 8
     if "weight" in stored:
         return (stored["weight"].double() * stored["weight_scale"].double()).numpy()

@@ -89,8 +89,7 @@ def test_other_quantisers(tmp_path: Path, config: dict[str, Any], what: str) -> 
     ("stated", "what"),
     [
         ("marlin-24", "4-bit integers with 2:4 sparsity"),
-        ("nvfp4-pack-quantized", "NVFP4"),
-        ("mxfp4-pack-quantized", "MXFP4"),
+        ("mxfp6-pack-quantized", "MXFP6"),
     ],
 )
 def test_formats_of_compressed_tensors(tmp_path: Path, stated: str, what: str) -> None:

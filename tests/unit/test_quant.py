@@ -303,7 +303,7 @@ def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_pat
     weights = quantise(tiny.weights)
     for groups, message in (
         ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is present"),
-        ({"a": group({}, format="nvfp4-pack-quantized")}, "format is 'nvfp4-pack-quantized'"),
+        ({"a": group({}, format="mxfp6-pack-quantized")}, "format is 'mxfp6-pack-quantized'"),
     ):
         quant = {"config_groups": groups}
         with pytest.raises(ValueError, match=message):

@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/simd.h"
 #include "kernels/gemm/packed/code8_pack.h"
+#include "kernels/gemm/packed/group_scale.h"
 #include "kernels/layer/fp8_row.h"
 
 namespace cpmcu::cpu {
@@ -20,6 +21,31 @@ float* scales_of(const PackedLayout& layout, uint8_t* block) {
   return reinterpret_cast<float*>(block + layout.code_bytes());
 }
 
+// Multiplies the numbers of a row by its group scales.
+void scale_groups(const PackedLayout& layout, const uint8_t* block, int row, float* numbers) {
+  const uint8_t* scales = block + layout.code_bytes() + 4 * kPackedRows / layout.scale_rows;
+  for (int k = 0; k < kPackedK; ++k) {
+    numbers[k] *= group_scale_value(scales[(row * kPackedK + k) / layout.group]);
+  }
+}
+
+float scale_of_row(const PackedLayout& layout, const uint8_t* block, int row) {
+  const auto* scales = reinterpret_cast<const float*>(block + layout.code_bytes());
+  return scales[row / layout.scale_rows];
+}
+
+float decode_e2m1(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  static constexpr float kNumbers[16] = {0,    .5f,  1,  1.5f,  2,  3,  4,  6,
+                                         -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+  const auto* words = reinterpret_cast<const uint32_t*>(block);
+  for (int k = 0; k < kPackedK; ++k) {
+    const NibblePlace place = nibble_place(row, k);
+    to[k] = kNumbers[words[place.word] >> place.shift & 15];
+  }
+  scale_groups(layout, block, row, to);
+  return scale_of_row(layout, block, row);
+}
+
 float decode_e4m3(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
   static const auto numbers = [] {
     std::array<float, 256> made{};
@@ -27,12 +53,19 @@ float decode_e4m3(const PackedLayout& layout, const uint8_t* block, int row, flo
     return made;
   }();
   for (int k = 0; k < kPackedK; ++k) to[k] = numbers[block[byte_place(row, k)]];
-  const auto* scales = reinterpret_cast<const float*>(block + layout.code_bytes());
-  return scales[row / layout.scale_rows];
+  if (layout.group > 0) scale_groups(layout, block, row, to);
+  return scale_of_row(layout, block, row);
 }
 
 PackedLayout::Decode decode_of(const PackedLayout& layout) {
-  return layout.codes == Codes::kE4m3 ? decode_e4m3 : layout.decode;
+  switch (layout.codes) {
+    case Codes::kE4m3:
+      return decode_e4m3;
+    case Codes::kE2m1:
+      return decode_e2m1;
+    default:
+      return layout.decode;
+  }
 }
 
 template <typename T, typename Y>

@@ -32,7 +32,7 @@ struct PackedExpertArgs {
 template <typename Unpacker>
 struct alignas(16) Stage {
   char codes[kWarpTileBytes<Unpacker>];
-  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, zero points
+  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, then what Tile is made from
 };
 
 // Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
@@ -68,13 +68,14 @@ __device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const cha
   const char* codes = block + tile * kBytes + lane * 16;
 #pragma unroll
   for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
-  constexpr int kZeroLanes = Unpacker::kZeroBytes / kWarpTiles / 16;
+  constexpr int kTileLanes = Unpacker::kTileBytes / kWarpTiles / 16;
   const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
   if (lane < scale_lanes) {
     ptx::cp_async16(to + kBytes,
                     block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + lane * 16);
-  } else if (kZeroLanes > 0 && lane < scale_lanes + kZeroLanes) {
-    ptx::cp_async16(to + kBytes, block + Unpacker::kZeroOffset + row + (lane - scale_lanes) * 16);
+  } else if (kTileLanes > 0 && lane < scale_lanes + kTileLanes) {
+    ptx::cp_async16(to + kBytes, block + Unpacker::kTileOffset + row * Unpacker::kTileRowBytes +
+                                     (lane - scale_lanes) * 16);
   }
 }
 
@@ -155,15 +156,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         tiles[t] = Unpacker::template load_tile<T>(from.extra + Unpacker::kScaleBytes / kWarpTiles +
-                                                   t * 16 + g);
+                                                   (t * 16 + g) * Unpacker::kTileRowBytes);
       }
       float part[2][kGroups][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const StepCodes<Unpacker> codes(from.codes, step, lane);
         uint32_t a[2][4];
-        Unpacker::template unpack<T>(a[0], codes.tile[0], tiles[0]);
-        Unpacker::template unpack<T>(a[1], codes.tile[1], tiles[1]);
+        Unpacker::template unpack<T>(a[0], codes.tile[0], tiles[0], step);
+        Unpacker::template unpack<T>(a[1], codes.tile[1], tiles[1], step);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           if (!rows.has(group)) continue;

@@ -19,8 +19,9 @@ struct Code8PackParams {
 inline void check_code8_pack(const Code8PackParams& p) {
   check_packed_weight(p.w);
   const int64_t n = p.codes.num_dims() == 2 ? p.codes.size(0) : 0, k = p.w.k;
-  CHECK(p.w.layout.codes == Codes::kE4m3 && n > 0 && p.codes.size(1) == k &&
-            size_of(p.codes.dtype()) == 1 && p.first_row >= 0 && p.first_row + n <= p.w.n,
+  CHECK(p.w.layout.codes == Codes::kE4m3 && p.w.layout.group == 0 && n > 0 &&
+            p.codes.size(1) == k && size_of(p.codes.dtype()) == 1 && p.first_row >= 0 &&
+            p.first_row + n <= p.w.n,
         "code8_pack: codes {} {} from row {} are no part of an 8-bit W [{}, {}]",
         name_of(p.codes.dtype()), p.codes.shape_text(), p.first_row, p.w.n, k);
   const int shared = p.w.layout.scale_rows;

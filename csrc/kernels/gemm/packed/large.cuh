@@ -9,12 +9,12 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Half of a weight block, 128 rows of W: codes, then 512 bytes for scales and zero points.
+// Half of a weight block, 128 rows of W: codes, then room for scales and what Tile is made from.
 constexpr int kHalfRows = kPackedRows / 2;
 template <typename Unpacker>
 constexpr int kHalfCodes = kScaleOffset<Unpacker> / 2;
 template <typename Unpacker>
-constexpr int kHalfBytes = kHalfCodes<Unpacker> + 512;
+constexpr int kHalfBytes = kHalfCodes<Unpacker> + (Unpacker::kExtraBytes / 2 + 511) / 512 * 512;
 
 // Tiles have 8 kGroups rows of x.
 template <typename Unpacker, int kGroups, int kOutBytes, int kBudget = kRingBytes>
@@ -25,13 +25,12 @@ struct PackedLargeRing
   static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
   static constexpr int kXBytes = kRows * kRowBytes;
   static_assert(kRows * kLargeRowBytes <= kOutBytes && Base::kStages > 1);
-  static_assert(Unpacker::kExtraBytes / 2 <= 512);
 
   __device__ __forceinline__ uint32_t codes(int stage) const { return Base::weights(stage); }
   __device__ __forceinline__ uint32_t scales(int stage) const {
     return codes(stage) + kHalfCodes<Unpacker>;
   }
-  __device__ __forceinline__ uint32_t zeros(int stage) const {
+  __device__ __forceinline__ uint32_t tiles(int stage) const {
     return scales(stage) + Unpacker::kScaleBytes / 2;
   }
 };
@@ -41,15 +40,15 @@ struct PackedLargeRing
 template <typename Unpacker, typename Ring>
 __device__ __forceinline__ void copy_half_block(const Ring& ring, int stage, const char* block,
                                                 int rank, bool form, uint64_t policy) {
-  constexpr int kCodes = kHalfCodes<Unpacker>, kZeros = Unpacker::kZeroBytes / 2;
+  constexpr int kCodes = kHalfCodes<Unpacker>, kTiles = Unpacker::kTileBytes / 2;
   const int scale_bytes = Unpacker::scale_bytes(form) / 2;
   const auto copy = [&](uint32_t to, int offset, int bytes) {
     ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
   };
-  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + kZeros);
+  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + kTiles);
   copy(ring.codes(stage), 0, kCodes);
   copy(ring.scales(stage), kScaleOffset<Unpacker>, scale_bytes);
-  if constexpr (kZeros > 0) copy(ring.zeros(stage), Unpacker::kZeroOffset, kZeros);
+  if constexpr (kTiles > 0) copy(ring.tiles(stage), Unpacker::kTileOffset, kTiles);
 }
 template <typename Ring>
 __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, const TensorMap* x_map,
@@ -86,7 +85,8 @@ struct HalfBlockFragment {
     for (int half = 0; half < 2; ++half) {
       scale[half] = Unpacker::load_scale(ring.scales(stage) + place + half * step, form);
     }
-    tile = Unpacker::template load_tile<T>(ring.zeros(stage) + rows.first);
+    tile =
+        Unpacker::template load_tile<T>(ring.tiles(stage) + rows.first * Unpacker::kTileRowBytes);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       CodePair<Unpacker> both;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const 
   WgmmaOf<1>::multiply_fragments<T, kGroups>(
       part, ring.rows(stage),
       [&](uint32_t (&a)[4], int pair, int step, int) {
-        Unpacker::template unpack<T>(a, w.codes[pair][step], w.tile);
+        Unpacker::template unpack<T>(a, w.codes[pair][step], w.tile, 2 * pair + step);
       },
       [] {});
   ring.release(stage, peer_empty);

@@ -78,7 +78,7 @@ struct MmaSync {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           uint32_t a[4];
-          Unpacker::template unpack<T>(a, codes[pair % 2].at(step, t), tiles[t]);
+          Unpacker::template unpack<T>(a, codes[pair % 2].at(step, t), tiles[t], 2 * pair + step);
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
             const auto& x = b[pair % 2][step][group];
@@ -106,9 +106,12 @@ struct LaneWeights {
   static __device__ __forceinline__ int row() {
     return threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4;
   }
-  // Of the zero point of the same row. A scale of a layout with zero points has two bytes.
-  __device__ __forceinline__ uint32_t zero() const {
-    return Unpacker::kZeroOffset + (scale - kScaleOffset<Unpacker>) / 2;
+  // Of what the row's Tile is made from. A scale of a layout with zero points has two bytes.
+  __device__ __forceinline__ uint32_t tile() const {
+    if constexpr (Unpacker::kTileRowBytes > 1) {
+      return Unpacker::kTileOffset + row() * Unpacker::kTileRowBytes;
+    }
+    return Unpacker::kTileOffset + (scale - kScaleOffset<Unpacker>) / 2;
   }
 };
 
@@ -129,7 +132,8 @@ __device__ __forceinline__ void accumulate_block(
       const int step = Unpacker::scale_step(form) * (2 * t + half);
       scale[t][half] = Unpacker::load_scale(block + lane.scale + step, form);
     }
-    tiles[t] = Unpacker::template load_tile<T>(block + lane.zero() + t * 16);
+    tiles[t] =
+        Unpacker::template load_tile<T>(block + lane.tile() + t * 16 * Unpacker::kTileRowBytes);
   }
 
 #pragma unroll

@@ -94,6 +94,12 @@ inline void check_packed_weight(const PackedWeight& w) {
         "a W in a layout from outside has no decode function or no size, expected both");
   CHECK(of.scale_rows == 1 || of.scale_rows == 8,
         "{} rows of a packed W share a scale, expected 1 or 8", of.scale_rows);
+  const bool grouped =
+      of.codes == Codes::kE2m1 ? of.group == 16 || of.group == 32 : of.group == 0 || of.group == 32;
+  CHECK(grouped && (of.group == 0 || (of.scale_rows == 8 && of.codes != Codes::kInt4)),
+        "{} k of a packed W share a scale, and {} rows; expected 16 or 32 of 4-bit floats, or 32 "
+        "of e4m3, and 8 rows",
+        of.group, of.scale_rows);
   CHECK(!w.gated || w.n % 16 == 0, "a gated packed W has {} rows, expected a multiple of 16", w.n);
 }
 

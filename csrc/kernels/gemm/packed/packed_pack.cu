@@ -16,6 +16,7 @@
 #include "core/vec.cuh"
 #include "kernels/gemm/packed/block.cuh"
 #include "kernels/gemm/packed/code8_pack.cuh"
+#include "kernels/gemm/packed/float_group_pack.cuh"
 #include "kernels/gemm/packed/int4_pack.h"
 
 namespace cpmcu::cuda {
@@ -367,6 +368,7 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
 
 void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params) {
   check_packed_dequantize(params);
+  if (params.w.layout.group > 0) return dequantize_float_groups(ctx, params);
   if (params.w.layout.codes == Codes::kE4m3) return dequantize_e4m3(ctx, params);
   CHECK(params.w.layout.codes == Codes::kInt4,
         "packed_dequantize: a layout from outside has no CUDA kernels");

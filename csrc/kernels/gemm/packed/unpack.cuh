@@ -6,7 +6,9 @@
 //   Fragment         a lane's codes of one m16 tile and one k step
 //   kFactor<T>       unpacked numbers are the numbers of the layout times kFactor, exact in T
 //   Tile<T>          what a lane keeps for the rows g and g + 8 of an m16 tile of a block
-//   unpack<T>        Fragment and Tile -> the A fragment of mma.m16n8k16
+//   kTileOffset      of what Tile is made from: zero points or group scales; kTileBytes in a
+//                    block, kTileRowBytes for a row
+//   unpack<T>        Fragment, Tile and k step -> the A fragment of mma.m16n8k16
 //   scale_place      of a row: byte offset of its scale in a block; scale_step: to the row 8
 //   further load_scale       the float32 factor of a sum over the block's 128 k
 // load_tile and load_scale take an address in shared memory, or a pointer.
@@ -37,9 +39,9 @@ template <bool kHasZeros>
 struct Int4 {
   static constexpr int kBits = 4;
   static constexpr int kBlock = kPackedRows * kPackedK / 2;
-  static constexpr int kZeroOffset = kBlock + 2 * kPackedRows;
-  static constexpr int kScaleBytes = 2 * kPackedRows, kZeroBytes = kHasZeros ? kPackedRows : 0;
-  static constexpr int kExtraBytes = kScaleBytes + kZeroBytes;
+  static constexpr int kTileOffset = kBlock + 2 * kPackedRows;
+  static constexpr int kScaleBytes = 2 * kPackedRows, kTileBytes = kHasZeros ? kPackedRows : 0;
+  static constexpr int kExtraBytes = kScaleBytes + kTileBytes, kTileRowBytes = 1;
   using Fragment = uint32_t;
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 0.25f;
@@ -82,7 +84,7 @@ struct Int4 {
   // exact.
   template <typename T>
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
-                                                const Tile<T>& tile) {
+                                                const Tile<T>& tile, int) {
     if constexpr (std::is_same_v<T, __half>) {
       const __half2 sixteenth = __float2half2_rn(1.0f / 16);
       const auto split = [&](uint32_t& of_low, uint32_t& of_high, uint32_t both) {
@@ -125,8 +127,9 @@ struct Int4 {
 struct E4m3 {
   static constexpr int kBits = 8;
   static constexpr int kBlock = kPackedRows * kPackedK;
-  static constexpr int kScaleBytes = 4 * kPackedRows, kZeroBytes = 0;
-  static constexpr int kExtraBytes = kScaleBytes, kZeroOffset = kBlock + kScaleBytes;
+  static constexpr int kScaleBytes = 4 * kPackedRows, kTileBytes = 0;
+  static constexpr int kExtraBytes = kScaleBytes, kTileOffset = kBlock + kScaleBytes;
+  static constexpr int kTileRowBytes = 1;
   using Fragment = uint2;  // rows g and g + 8
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.0f / 256 : 1;
@@ -147,7 +150,8 @@ struct E4m3 {
   // for sums in float32, so one multiplication restores it. Subnormal codes need no case of
   // their own.
   template <typename T>
-  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>&) {
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>&,
+                                                int) {
     const auto number = [](uint32_t upper) {  // of the upper byte of each half
       constexpr bool kHalf = std::is_same_v<T, __half>;
       const uint32_t bits =
@@ -176,6 +180,125 @@ struct E4m3 {
   }
 };
 
+// ---- floats with group scales
+
+// What the unpackers of floats with group scales share. `kGroup`: k of a group scale. Eight rows
+// share a float32 scale.
+template <int kCodeBits, int kGroup>
+struct GroupScales {
+  static constexpr int kBits = kCodeBits;
+  static constexpr int kBlock = kPackedRows * kPackedK * kBits / 8;
+  static constexpr int kScaleBytes = kPackedRows / 8 * 4;
+  static constexpr int kTileRowBytes = kPackedK / kGroup, kTileBytes = kPackedRows * kTileRowBytes;
+  static constexpr int kExtraBytes = kScaleBytes + kTileBytes, kTileOffset = kBlock + kScaleBytes;
+
+  // The group scales of rows g and g + 8.
+  template <typename T>
+  struct Tile {
+    uint32_t rows[2][kTileRowBytes / 4];
+  };
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(uint32_t scales) {
+    Tile<T> tile;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kTileRowBytes / 4; ++i) {
+        tile.rows[half][i] = ptx::load_shared_word(scales + half * 8 * kTileRowBytes + 4 * i);
+      }
+    }
+    return tile;
+  }
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(const char* scales) {
+    Tile<T> tile;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kTileRowBytes / 4; ++i) {
+        tile.rows[half][i] =
+            *reinterpret_cast<const uint32_t*>(scales + half * 8 * kTileRowBytes + 4 * i);
+      }
+    }
+    return tile;
+  }
+
+  // The group scale of row g or g + 8 at a k step, twice: times 1 in float16, times 2^112 in
+  // bfloat16, whose numbers of codes are that much smaller.
+  template <typename T>
+  static __device__ __forceinline__ uint32_t scale_of(const Tile<T>& tile, int half, int step) {
+    const int i = step * 16 / kGroup;
+    const uint32_t both = __byte_perm(tile.rows[half][i / 4], 0, 0x4040 + i % 4 * 0x0101);
+    return std::is_same_v<T, __half> ? both << 7 : (both << 4) + 0x70007000;
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint32_t multiply(uint32_t numbers, uint32_t scales) {
+    if constexpr (std::is_same_v<T, __half>) {
+      return bits_of(__hmul2(as_half2(numbers), as_half2(scales)));
+    } else {
+      constexpr uint32_t kMinusZero = 0x80008000;
+      return bits_of(__hfma2(as_bf162(numbers), as_bf162(scales), as_bf162(kMinusZero)));
+    }
+  }
+
+  static constexpr int scale_bytes(bool) { return kScaleBytes; }
+  static __device__ __forceinline__ int scale_place(int row, bool) { return row / 8 * 4; }
+  static __device__ __forceinline__ int scale_step(bool) { return 4; }
+  static __device__ __forceinline__ float load_scale(uint32_t shared, bool) {
+    return ptx::load_shared_float(shared);
+  }
+  static __device__ __forceinline__ float load_scale(const char* from, bool) {
+    return *reinterpret_cast<const float*>(from);
+  }
+};
+
+template <int kGroup>
+struct E2m1 : GroupScales<4, kGroup> {
+  using Base = GroupScales<4, kGroup>;
+  using Fragment = uint32_t;
+  template <typename T>
+  static constexpr float kFactor = 1.0f / (1 << 14);
+
+  // The exponent and mantissa of e2m1 are those of a float16 or bfloat16 number, shifted. Such a
+  // number is 2^-14 or 2^-126 times as large; subnormal codes need no case of their own.
+  template <typename T>
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
+                                                const typename Base::template Tile<T>& tile,
+                                                int step) {
+    constexpr int kPlace = std::is_same_v<T, __half> ? 9 : 6;  // of the lowest bit of a mantissa
+    constexpr uint32_t kMagnitude = 0x00070007u << kPlace, kSign = 0x80008000;
+    const uint32_t scales[2] = {Base::template scale_of<T>(tile, 0, step),
+                                Base::template scale_of<T>(tile, 1, step)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // nibbles i and i + 4 of the word
+      const int shift = kPlace - 4 * i;
+      const uint32_t magnitude = (shift >= 0 ? word << shift : word >> -shift) & kMagnitude;
+      const uint32_t number = ptx::masked_or(word << (12 - 4 * i), kSign, magnitude);
+      a[i] = Base::template multiply<T>(number, scales[i % 2]);
+    }
+  }
+};
+
+struct GroupedE4m3 : GroupScales<8, 32> {
+  using Fragment = uint2;  // rows g and g + 8
+  template <typename T>
+  static constexpr float kFactor = 1.0f / 256;
+
+  // As E4m3. A bfloat16 number is 2^-120 times as large, and its group scale 2^112 times.
+  template <typename T>
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>& tile,
+                                                int step) {
+    const uint32_t scales[2] = {scale_of<T>(tile, 0, step), scale_of<T>(tile, 1, step)};
+    const auto number = [&](uint32_t upper, int half) {  // of the upper byte of each half
+      const uint32_t magnitude =
+          std::is_same_v<T, __half> ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0;
+      return multiply<T>(ptx::masked_or(upper, 0x80008000, magnitude), scales[half]);
+    };
+    a[0] = number(codes.x, 0), a[1] = number(codes.y, 1);
+    a[2] = number(codes.x << 8, 0), a[3] = number(codes.y << 8, 1);
+  }
+};
+
 // ---- all
 
 // Offsets within a block.
@@ -187,10 +310,10 @@ template <typename Unpacker>
 constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes<Unpacker>;
 
 // A lane's codes of two k steps of a warp tile.
-template <typename Unpacker>
+template <typename Unpacker, int kBits = Unpacker::kBits>
 struct CodePair;
-template <bool kHasZeros>
-struct CodePair<Int4<kHasZeros>> {
+template <typename Unpacker>
+struct CodePair<Unpacker, 4> {
   uint4 words;
 
   __device__ __forceinline__ void load(uint32_t shared) { words = ptx::load_shared16(shared); }
@@ -199,13 +322,13 @@ struct CodePair<Int4<kHasZeros>> {
     return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
   }
 };
-template <>
-struct CodePair<E4m3> {
+template <typename Unpacker>
+struct CodePair<Unpacker, 8> {
   uint4 steps[2];
 
   __device__ __forceinline__ void load(uint32_t shared) {
     steps[0] = ptx::load_shared16(shared);
-    steps[1] = ptx::load_shared16(shared + kPairBytes<E4m3> / 2);
+    steps[1] = ptx::load_shared16(shared + kPairBytes<Unpacker> / 2);
   }
   __device__ __forceinline__ uint2 at(int step, int tile) const {
     const uint4& of = steps[step];
@@ -243,7 +366,9 @@ void dispatch_unpacker(const PackedLayout& layout, F f) {
     case Codes::kInt4:
       return layout.zero_points ? f(Int4<true>{}) : f(Int4<false>{});
     case Codes::kE4m3:
-      return f(E4m3{});
+      return layout.group == 0 ? f(E4m3{}) : f(GroupedE4m3{});
+    case Codes::kE2m1:
+      return layout.group == 16 ? f(E2m1<16>{}) : f(E2m1<32>{});
     case Codes::kOther:
       break;
   }

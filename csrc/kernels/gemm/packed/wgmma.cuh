@@ -75,7 +75,7 @@ struct WgmmaOf {
         part, rows,
         [&](uint32_t (&a)[4], int pair, int step, int i) {
           const int t = first_tile + i;
-          Unpacker::template unpack<T>(a, codes[pair].at(step, t), tiles[t]);
+          Unpacker::template unpack<T>(a, codes[pair].at(step, t), tiles[t], 2 * pair + step);
           if (step == 1 && i == kTiles - 1 && pair + kAhead < 4) load(pair + kAhead);
         },
         meanwhile);
