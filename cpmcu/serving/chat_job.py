@@ -54,7 +54,7 @@ def prepare(
     params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.num_prompt_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs(service.config.most_logprobs),
         grammar=plan.grammar,
         thinking=plan.thinking,
         **fields,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cpmcu.checks import check_filled
 from cpmcu.config import option
+from cpmcu.sampling import MAX_LOGPROBS
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.tool_parsers.registry import find_tool_format
 
@@ -95,6 +96,14 @@ class ServerConfig:
     enable_force_include_usage: bool = option(
         False, "send usage in every chunk of every stream, also if not requested"
     )
+    return_tokens_as_token_ids: bool = option(
+        False, "name the tokens of log-probabilities token_id:N, unless a request says otherwise"
+    )
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        f"most likeliest tokens that a request may ask for at a position, up to {MAX_LOGPROBS}; "
+        "-1: as many",
+    )
     root_path: str = option(
         "", "path prefix of the server behind a proxy, such as /llm; accepted with and without it"
     )
@@ -118,12 +127,7 @@ class ServerConfig:
     )
     ping_interval: float = option(15.0, "seconds without an event before a stream sends a comment")
     log_format: str = option("text", "plain text lines or JSON objects", choices=LOG_FORMATS)
-    log_level: str = option(
-        "info",
-        "lowest level that is logged",
-        choices=LOG_LEVELS,
-        brief="debug, info, warning or error",
-    )
+    log_level: str = option("info", "lowest level that is logged", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         check_filled(
@@ -141,6 +145,10 @@ class ServerConfig:
             name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if not -1 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ValueError(
+                f"max_logprobs is {self.max_logprobs}, but must be -1 to {MAX_LOGPROBS}"
+            )
         if self.response_store < 0:
             raise ValueError(f"response_store is {self.response_store}, but must be at least 0")
         for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
@@ -155,6 +163,11 @@ class ServerConfig:
                 raise ValueError(
                     f"cors_origin is {origin!r}, but must be * or like https://example.org"
                 )
+
+    @property
+    def most_logprobs(self) -> int:
+        """Most likeliest tokens that a request may ask for at a position."""
+        return MAX_LOGPROBS if self.max_logprobs == -1 else self.max_logprobs
 
     def keys(self) -> list[str]:
         """Returns the API keys, including the keys of files.

@@ -56,6 +56,17 @@ class Reply:
         wanted = self.body.return_metrics
         return self.service.config.return_metrics if wanted is None else wanted
 
+    @property
+    def tokens_as_ids(self) -> bool:
+        """True if log-probabilities name each token token_id:N."""
+        wanted = self.body.return_tokens_as_token_ids
+        return self.service.config.return_tokens_as_token_ids if wanted is None else wanted
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens for each token of the prompt; None: no log-probabilities."""
+        return self.body.num_prompt_logprobs(self.service.config.most_logprobs)
+
     def usage(self, generation: Generation, tokens: int | None = None) -> UsageInfo:
         """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
         prompt = sum(map(len, generation.prompts))

@@ -18,6 +18,7 @@ from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:
+    from cpmcu.sampling import SamplingParams
     from cpmcu.serving.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -119,14 +120,28 @@ class Service:
                 code="too_many_outputs",
             )
 
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.config.most_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            found = getattr(params, name) or 0
+            if found > most:
+                raise ApiError(
+                    400,
+                    f"The request asks for {found} likeliest tokens at a position, but this server "
+                    f"gives at most {most} (--max-logprobs).",
+                    param=name,
+                    code="invalid_value",
+                )
+
     def submit(self, generation: Generation) -> None:
         """Queues a request.
 
-        Raises ApiError: 400 if the request exceeds the queue's capacity, 429 if the queue is full,
-        503 if the engine has stopped.
+        Raises ApiError: 400 if the request exceeds the queue's capacity or --max-logprobs,
+        429 if the queue is full, 503 if the engine has stopped.
         """
         size, limit = len(generation.requests), self.config.max_queue
         self.check_size(size)
+        self._check_logprobs(generation.params)
         busy = sum(each.left for each in self._running)
         if busy + size > limit:
             self.metrics.rejected()

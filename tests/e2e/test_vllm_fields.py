@@ -31,7 +31,8 @@ def plain():
 
 @pytest.fixture(scope="module")
 def behind_a_proxy() -> Iterator[Server]:
-    with start("--root-path", "/llm/a", "--enable-force-include-usage", "--api-key", "k") as found:
+    flags = ("--root-path", "/llm/a", "--enable-force-include-usage", "--api-key", "k")
+    with start(*flags, "--return-tokens-as-token-ids", "--max-logprobs", "3") as found:
         yield found
 
 
@@ -153,6 +154,24 @@ def test_tokens_as_token_ids(client):
     assert [entry.token for entry in choice.logprobs.content] == names
     text = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode()
     assert text == choice.message.content
+
+
+def test_flags_of_log_probabilities(behind_a_proxy):
+    client = behind_a_proxy.client("k")
+    choice = complete(client, logprobs=2, return_token_ids=True).choices[0]
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    (entry, *_) = chat(client, logprobs=True).choices[0].logprobs.content
+    assert entry.token.startswith("token_id:")
+    words = complete(client, logprobs=2, return_tokens_as_token_ids=False).choices[0]
+    assert "".join(words.logprobs.tokens) == words.text
+    scores = complete(client, prompt_logprobs=-1).choices[0].prompt_logprobs[1:]
+    assert {len(each) for each in scores} <= {3, 4}
+    for fields in ({"logprobs": 4}, {"prompt_logprobs": 4}):
+        with pytest.raises(openai.BadRequestError, match="at most 3 ") as caught:
+            complete(client, **fields)
+        assert caught.value.param in fields
+    with pytest.raises(openai.BadRequestError, match="asks for 4 likeliest"):
+        chat(client, logprobs=True, top_logprobs=4)
 
 
 def test_tokens_with_equal_text_have_distinct_names(scripted):

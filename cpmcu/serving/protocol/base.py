@@ -324,10 +324,12 @@ class GenerationRequest(SamplingRequest):
             )
         return guided or formatted
 
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens for each token of the prompt; None: no log-probabilities."""
-        return MAX_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
+    def num_prompt_logprobs(self, most: int) -> int | None:
+        """Likeliest tokens for each token of the prompt; None: no log-probabilities.
+
+        `most`: the number that the server gives at a position.
+        """
+        return most if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
     def token_limit(self) -> int | None:

@@ -77,7 +77,7 @@ class ChatReply:
             prompt_logprobs=of_prompt(
                 self._job.texts,
                 generation.requests[0].prompt_logprobs,
-                self._body.num_prompt_logprobs,
+                self._reply.num_prompt_logprobs,
             ),
             prompt_token_ids=generation.prompts[0] if self._body.return_token_ids else None,
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
@@ -179,8 +179,7 @@ class ChatReply:
             choice["token_ids"] = item.token_ids
 
     def _logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        return entries(self._job.texts, scores, as_ids=as_ids)
+        return entries(self._job.texts, scores, as_ids=self._reply.tokens_as_ids)
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:

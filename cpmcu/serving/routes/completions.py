@@ -96,7 +96,10 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,
-        prompt_logprobs=_most(body.num_prompt_logprobs, body.logprobs if body.echo else None),
+        prompt_logprobs=_most(
+            body.num_prompt_logprobs(service.config.most_logprobs),
+            body.logprobs if body.echo else None,
+        ),
         **fields,
     )
     generation = Generation(
@@ -124,7 +127,7 @@ class _Completion:
                 echo=job.prompt_texts[number // body.num_choices] if body.echo else "",
                 num_echoed=len(self._prompt(number)) if body.echo else 0,
                 skip_special=body.skip_special_tokens,
-                as_ids=bool(body.return_tokens_as_token_ids),
+                as_ids=reply.tokens_as_ids,
             )
             for number in range(len(job.generation.requests))
         ]
@@ -165,7 +168,7 @@ class _Completion:
             prompt_logprobs=of_prompt(
                 self._job.model.llm.token_texts,
                 self._scores(number),
-                self._body.num_prompt_logprobs,
+                self._reply.num_prompt_logprobs,
             ),
             token_ids=token_ids if ids else None,
             prompt_token_ids=self._prompt(number) if ids else None,
