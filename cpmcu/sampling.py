@@ -88,7 +88,7 @@ class SamplingParams:
     )
     top_k: int | None = option(
         None,
-        "sample from this many likeliest tokens; 0: all",
+        "sample from this many likeliest tokens; 0 or -1: all",
         brief="sample from this many likeliest tokens; 0: all",
     )
     min_p: float | None = option(
@@ -97,7 +97,7 @@ class SamplingParams:
     )
     seed: int | None = option(
         None,
-        "seed of sampling, 0 to 2^64-1 (default: a random one, shown at the end)",
+        "seed of sampling, -2^63 to 2^64-1 (default, or -1: a random one, shown at the end)",
         flags=("--random-seed", "--seed"),
         brief="the same seed gives the same text",
     )
@@ -188,11 +188,16 @@ class SamplingParams:
             change(integer(name, value))
         elif name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             change(None if value is None else integer(name, value))
+            if name == "top_k" and self.top_k == -1:  # vLLM's name of all tokens
+                change(0)
+            if name == "seed" and value is not None and -(SEED_LIMIT >> 1) <= value < 0:
+                change(None if value == -1 else value + SEED_LIMIT)
         elif name in ("presence_penalty", "frequency_penalty"):
             number(name, value)
         elif name == "stop":
-            if not isinstance(value, str):
-                change(tuple(listed(name, () if value is None else value, _TEXTS)))
+            texts = [value] if isinstance(value, str) else listed(name, value or (), _TEXTS)
+            kept = tuple(text for text in texts if text != "")  # clients send it for none
+            change(value if isinstance(value, str) and value else kept)
         elif name == "bad_words":
             change(tuple(listed(name, () if value is None else value, "a list of texts")))
         elif name == "stop_token_ids":
@@ -212,10 +217,8 @@ class SamplingParams:
             raise ValueError(f"{name} is {value}, but must be at most {MAX_LOGPROBS}")
         if name == "stop":
             for text in self.stop_strings:
-                if not isinstance(text, str) or not text:
-                    raise ValueError(
-                        f"stop holds {shown(text)}, but must hold texts of at least one letter"
-                    )
+                if not isinstance(text, str):
+                    raise ValueError(f"stop holds {shown(text)}, but must hold texts")
         elif name == "allowed_token_ids" and value == ():
             raise ValueError("allowed_token_ids is [], but must have at least one token id")
         elif name == "bad_words":

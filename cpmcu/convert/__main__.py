@@ -18,12 +18,14 @@ If the exit status is not 0, OUT (or --dst) is unchanged.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpmcu.convert.quantize_options import QuantizeOptions
 from cpmcu.errors import INTERRUPTED, forget_interrupt
 from cpmcu.flags import FOOTER, FlagParser, parse_bool
 from cpmcu.ui.display import Display
@@ -57,6 +59,11 @@ def main(arguments: Sequence[str] | None = None, verb: str | None = None) -> int
                 f"--{name.replace('_', '-')} applies to {conversion}, not to {parsed.conversion}"
             )
     _name_places(parser, parsed)
+    if parsed.conversion == "quantize":
+        try:
+            _options(parsed)
+        except ValueError as error:
+            parser.error(parser.named(str(error)))
     debug = bool(os.environ.get("CPMCU_DEBUG"))
     display = Display(plain=bool(parsed.plain_output), debug=debug)
     try:
@@ -186,22 +193,30 @@ def _convert(display: Display, parsed: argparse.Namespace) -> Converted:
     )
 
 
-def _quantize(display: Display, parsed: argparse.Namespace, overwrite: bool) -> Converted:
-    text = Path(parsed.verify) if parsed.verify else parsed.calibration
-    if parsed.verify is not None and text is None:
+def _options(parsed: argparse.Namespace) -> QuantizeOptions:
+    """The options of quantize. Raises ValueError for flags that are wrong together."""
+    names = ("method", "bits", "group_size", "calibration", "calibration_tokens")
+    given = {name: getattr(parsed, name) for name in names}
+    if parsed.verify is not None and _text(parsed) is None:
         raise ValueError("verify is set without a text, expected --verify FILE or --calibration")
+    return QuantizeOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+def _text(parsed: argparse.Namespace) -> Path | None:
+    """The text that the output is compared over."""
+    return Path(parsed.verify) if parsed.verify else parsed.calibration
+
+
+def _quantize(display: Display, parsed: argparse.Namespace, overwrite: bool) -> Converted:
+    text = _text(parsed)
     from cpmcu.loading.loader import choose_device
 
     device = choose_device(parsed.device or "auto")
     try:
-        from cpmcu.convert.quantize import QuantizeOptions, quantize, read_text
+        from cpmcu.convert.quantize import quantize, read_text
     except ImportError as error:
         raise ImportError(f"quantize needs torch ({error}): pip install 'cpmcu[torch]'") from error
-    names = ("method", "bits", "group_size", "calibration", "calibration_tokens")
-    given = {name: getattr(parsed, name) for name in names}
-    options = QuantizeOptions(
-        device=device, **{name: value for name, value in given.items() if value is not None}
-    )
+    options = dataclasses.replace(_options(parsed), device=device)
     done = quantize(
         parsed.src,
         parsed.dst,
@@ -210,7 +225,7 @@ def _quantize(display: Display, parsed: argparse.Namespace, overwrite: bool) -> 
         working=display.load_progress("quantising", time_left=True),
         writing=display.load_progress("writing"),
     )
-    if parsed.verify is None:
+    if parsed.verify is None or text is None:
         return done
     from cpmcu.convert.compare import TOKENS, compare
     from cpmcu.convert.output import Converted

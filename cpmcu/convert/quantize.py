@@ -31,6 +31,7 @@ from cpmcu.convert.output import (
     copied,
     write_model,
 )
+from cpmcu.convert.quantize_options import DAMPING, GROUP_SIZE, QuantizeOptions
 from cpmcu.convert.rounding import Quantized, best_scales, gptq, round_to_nearest
 from cpmcu.errors import about
 from cpmcu.loading.hub import resolve_model
@@ -40,70 +41,16 @@ from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.registry import find_model
-from cpmcu.quant.int4 import CHANNEL_WISE, GROUP_SIZE
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.tokenizer import Tokenizer
 
-METHODS = ("rtn", "gptq")
-BITS = (4, 8)
-GROUP_SIZES = (GROUP_SIZE, CHANNEL_WISE)
-DAMPING = 0.01
 WINDOW = 512  # tokens of a calibration text
 BATCH = 4  # texts that run at a time
-CALIBRATION_TOKENS = 32768
 
 _TAKEN = re.compile(
     r"(^|\.)(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_up_proj|gate_proj|up_proj|down_proj|"
     r"in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj|input_linear|output_linear)$"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeOptions:
-    """How to quantise. Raises ValueError for values that do not go together."""
-
-    method: str = "rtn"
-    bits: int = 4
-    group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
-    calibration: Path | None = None  # text file, required by gptq
-    calibration_tokens: int = CALIBRATION_TOKENS  # most tokens of the text that are used
-    device: str = "cpu"  # of the computation: cpu or cuda
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}, expected {' or '.join(METHODS)}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits}, expected {' or '.join(map(str, BITS))}")
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(
-                f"group_size is {self.group_size}, expected {GROUP_SIZE}, or {CHANNEL_WISE} for "
-                "whole rows: the engine has no kernels for other groups"
-            )
-        if self.method == "gptq" and self.calibration is None:
-            raise ValueError("method is 'gptq', expected a calibration text (--calibration FILE)")
-        if self.calibration_tokens < 1:
-            raise ValueError(
-                f"calibration_tokens is {self.calibration_tokens}, expected at least 1"
-            )
-
-    def group(self, num_inputs: int) -> int:
-        """Inputs of a layer that share a scale."""
-        return num_inputs if self.group_size == CHANNEL_WISE else self.group_size
-
-    def to_hf(self) -> dict[str, Any]:
-        """quantization_config of the output."""
-        by_gptq = {"damp_percent": DAMPING, "true_sequential": True}
-        return {
-            "bits": self.bits,
-            "checkpoint_format": "gptq",
-            "desc_act": False,
-            "group_size": self.group_size,
-            "lm_head": False,
-            "quant_method": "gptq",
-            "static_groups": True,
-            "sym": True,
-            **(by_gptq if self.method == "gptq" else {}),
-        }
 
 
 @dataclass(frozen=True, slots=True)

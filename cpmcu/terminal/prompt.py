@@ -24,7 +24,7 @@ def walk_files(root):
     """Yield the path of every file below a directory."""
 '''
 
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATH = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)+")  # or a repository id
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt")
 _PATIENCE_SECONDS = 1.0
 
@@ -38,8 +38,8 @@ def names_model(word: str) -> bool:
     with a model, a directory with config.json or a GGUF file, or a weights file.
     """
     if not re.search(r"\s", word):
-        looks = word.startswith(("/", "./", "../", "~")) or word.endswith(_WEIGHT_FILES)
-        if looks or _REPO_ID.fullmatch(word):
+        looks = word.startswith(("/", "./", "../", "~")) or word.endswith(("/", *_WEIGHT_FILES))
+        if looks or _PATH.fullmatch(word):
             return True
     try:
         if shipped(word) is not None or packaged_model(word) is not None:

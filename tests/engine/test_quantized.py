@@ -19,7 +19,8 @@ from tests.tolerances import LOGITS, assert_close
 torch = pytest.importorskip("torch")
 from cpmcu.convert import quantize as quantize_module  # noqa: E402
 from cpmcu.convert.dense_layers import STAGES, DenseLayers  # noqa: E402
-from cpmcu.convert.quantize import QuantizeOptions, quantize  # noqa: E402
+from cpmcu.convert.quantize import quantize  # noqa: E402
+from cpmcu.convert.quantize_options import QuantizeOptions  # noqa: E402
 from cpmcu.convert.rounding import SUFFIXES, dequantize_state  # noqa: E402
 from tests.reference.tiny_mixed import decode  # noqa: E402
 

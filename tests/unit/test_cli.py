@@ -72,7 +72,6 @@ needs_engine = skip_unless(can_generate(), "the extension or the shipped model i
         (["--full"], "--full is given without --memory-plan"),
         (["--chat", "--use-chat-template", "no"], "--chat needs a chat template"),
         (["--cuda-grap"], "did you mean --cuda-graph?"),
-        (["--stop", ""], "--stop holds ''"),
     ],
 )
 def test_usage_errors(arguments, message):

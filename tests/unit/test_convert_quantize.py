@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from tests.unit.test_gguf import as_llama_cpp, metadata_of, write_gguf
 
 torch = pytest.importorskip("torch")
 from cpmcu.convert import quantize as module  # noqa: E402
-from cpmcu.convert.quantize import QuantizeOptions, quantize  # noqa: E402
+from cpmcu.convert.quantize import quantize  # noqa: E402
+from cpmcu.convert.quantize_options import QuantizeOptions  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -170,9 +173,21 @@ def test_windows_of_the_text() -> None:
 def test_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    assert main(["quantize", "tiny-python-minicpm", str(tmp_path / "out"), *flags]) == 1
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", "tiny-python-minicpm", str(tmp_path / "out"), *flags])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_wrong_flags_are_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from cpmcu.convert.__main__ import main\n"
+        "try:\n    main(['quantize', 'a', 'b', '--bits', '3'])\n"
+        "except SystemExit as stopped:\n"
+        "    sys.exit(stopped.code + 10 * len({'torch', 'numpy'} & {*sys.modules}))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ def test_a_package_with_one_gguf_file_is_a_model(package: Path) -> None:
     assert shipped.packaged_model("some-small-model") is None
 
 
+def test_a_path_names_a_model_even_if_there_is_none() -> None:
+    for word in ("nosuch/", "models/nosuch/", "models/qwen/nosuch", "./nosuch"):
+        assert names_model(word)
+        with pytest.raises(FileNotFoundError, match="neither a directory nor"):
+            resolve_model(word)
+    for word in ("Is this/", "yes/ no", "https://a.b/c", "1+1/2"):
+        assert not names_model(word)
+
+
 def test_words_of_a_prompt_name_no_package() -> None:
     for word in ("hello", "numpy", "json", "no-such-package", "1+1", "Who are you", ""):
         assert shipped.packaged_model(word) is None

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from cpmcu import SamplingParams
 from cpmcu.serving import messages, response_items
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.chat import ChatMessage, ChatRequest
@@ -44,10 +45,22 @@ def test_effort_none_switches_thinking_off() -> None:
     assert chat(reasoning_effort="low").chat_template_kwargs is None
 
 
-def test_seed_minus_one_draws_a_seed() -> None:
-    assert chat(seed=-1).sampling_fields()["seed"] is None
-    assert chat(seed=-2).sampling_fields()["seed"] == (1 << 64) - 2
-    assert chat(seed=0).sampling_fields()["seed"] == 0
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("seed", -1, None),
+        ("seed", -2, (1 << 64) - 2),
+        ("seed", -(1 << 63), 1 << 63),
+        ("seed", 0, 0),
+        ("top_k", -1, 0),
+        ("stop", "", ()),
+        ("stop", ["", "a", ""], ("a",)),
+        ("stop", None, ()),
+    ],
+)
+def test_values_mean_the_same_in_requests_and_in_python(name: str, given: Any, meant: Any) -> None:
+    assert getattr(SamplingParams(**{name: given}), name) == meant
+    assert getattr(SamplingParams(**chat(**{name: given}).sampling_fields()), name) == meant
 
 
 def test_equal_grammars_under_two_names_are_one() -> None:

@@ -356,9 +356,9 @@ class GenerationRequest(SamplingRequest):
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "top_k": self.top_k,
             "min_p": self.min_p,
-            "seed": None if self.seed in (None, -1) else self.seed % SEED_LIMIT,
+            "seed": self.seed,
             "n": self.num_choices,
             "min_tokens": self.min_tokens or 0,
             "stop": self._stops(),
@@ -385,7 +385,7 @@ class GenerationRequest(SamplingRequest):
                 param="stop",
                 code="invalid_value",
             )
-        return tuple(stop for stop in stops if stop)
+        return tuple(stops)
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:

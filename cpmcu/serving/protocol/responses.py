@@ -197,6 +197,13 @@ class ResponsesRequest(SamplingRequest):
                     f"in /v1/responses it is {_OTHER_NAMES[name]}.",
                 )
         self.check_extra()
+        if self.input is None and self.previous_response_id is None:
+            raise ApiError(
+                400,
+                "input is missing, expected a text or a list of items, or previous_response_id.",
+                param="input",
+                code="missing_required_parameter",
+            )
         self._check_schemas()
         if self.truncation == "auto":
             raise refused(

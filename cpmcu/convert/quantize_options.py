@@ -1,0 +1,61 @@
+"""How a model is quantised: checked before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METHODS = ("rtn", "gptq")
+BITS = (4, 8)
+GROUP_SIZE, CHANNEL_WISE = 128, -1  # as in cpmcu/quant/int4.py, which imports numpy
+DAMPING = 0.01
+CALIBRATION_TOKENS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """How to quantise. Raises ValueError for values that do not go together."""
+
+    method: str = "rtn"
+    bits: int = 4
+    group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
+    calibration: Path | None = None  # text file, required by gptq
+    calibration_tokens: int = CALIBRATION_TOKENS  # most tokens of the text that are used
+    device: str = "cpu"  # of the computation: cpu or cuda
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}, expected {' or '.join(METHODS)}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits is {self.bits}, expected {' or '.join(map(str, BITS))}")
+        if self.group_size not in (GROUP_SIZE, CHANNEL_WISE):
+            raise ValueError(
+                f"group_size is {self.group_size}, expected {GROUP_SIZE}, or {CHANNEL_WISE} for "
+                "whole rows: the engine has no kernels for other groups"
+            )
+        if self.method == "gptq" and self.calibration is None:
+            raise ValueError("method is 'gptq', expected a calibration text (--calibration FILE)")
+        if self.calibration_tokens < 1:
+            raise ValueError(
+                f"calibration_tokens is {self.calibration_tokens}, expected at least 1"
+            )
+
+    def group(self, num_inputs: int) -> int:
+        """Inputs of a layer that share a scale."""
+        return num_inputs if self.group_size == CHANNEL_WISE else self.group_size
+
+    def to_hf(self) -> dict[str, Any]:
+        """quantization_config of the output."""
+        by_gptq = {"damp_percent": DAMPING, "true_sequential": True}
+        return {
+            "bits": self.bits,
+            "checkpoint_format": "gptq",
+            "desc_act": False,
+            "group_size": self.group_size,
+            "lm_head": False,
+            "quant_method": "gptq",
+            "static_groups": True,
+            "sym": True,
+            **(by_gptq if self.method == "gptq" else {}),
+        }
