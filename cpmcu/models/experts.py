@@ -78,6 +78,8 @@ def with_shared_expert(
 def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     """`canonical_names`, and the parts of fused experts [E, 2 I, H] and [E, H, I].
 
+    `NAME_blocks` and `NAME_scales` of all experts are a tensor `NAME.blocks` for each expert.
+
     Raises ValueError for an expert that config.json does not have.
     """
     found = _EXPERTS.match(name)
@@ -97,6 +99,13 @@ def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:
         "gate_up_proj": (("gate_proj", width), ("up_proj", width)),
         "down_proj": (("down_proj", fields.hidden_size),),
     }
+    module, _, kind = found["rest"].rpartition("_")
+    if module in stacks and kind in ("blocks", "scales"):  # MXFP4 of gpt-oss
+        rows = sum(num_rows for _, num_rows in stacks[module])
+        return [
+            Piece(f"{found['experts']}{i}.{module}.{kind}", i * rows, rows, (num_experts, rows))
+            for i in range(num_experts)
+        ]
     stack = stacks.get(found["rest"].removesuffix(".weight"))
     if stack is None:
         return (Piece(name),)

@@ -1,6 +1,7 @@
 """ModelOpt: FP8, NVFP4, MXFP4 and MXFP8, one for all layers or each layer its own.
 
-The algorithm is `quant_algo` of config.json or hf_quant_config.json. The tensors tell which modules
+The algorithm is `quant_algo` of config.json or hf_quant_config.json. MiniMax's files of MXFP8 have
+the same tensors. The tensors tell which modules
 have which form: `weight` is e4m3, or uint8 with two codes of 4 bits.
 """
 
@@ -28,8 +29,9 @@ class ModelOpt:
     """Floats of 4 and 8 bits; activations stay in 16 bits."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
+        method = quant_config.get("quant_method")
         algorithm = str(quant_config.get("quant_algo")).lower()
-        return quant_config.get("quant_method") == "modelopt" and algorithm in _ALGORITHMS
+        return method == "mxfp8" or (method == "modelopt" and algorithm in _ALGORITHMS)
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         smoothed = next((name for name in tensors if name.endswith(".pre_quant_scale")), None)
@@ -43,11 +45,9 @@ class ModelOpt:
             for module in modules_of(tensors, dtype):
                 modules.setdefault(_form(module, tensors), []).append(module)
         if not modules:
-            algorithm = shown(quant_config_of(config).get("quant_algo"))
-            raise ValueError(
-                f"quantization_config says modelopt with quant_algo {algorithm}, but no weight is "
-                f"{E4M3} or uint8"
-            )
+            quant = quant_config_of(config)
+            stated = shown(quant.get("quant_algo") or quant.get("quant_method"))
+            raise ValueError(f"quantization_config says {stated}, but no weight is {E4M3} or uint8")
         parts = [_part(form, tensors, its) for form, its in modules.items()]
         return plan_parts("modelopt", tensors, parts)
 

@@ -187,6 +187,7 @@ _FORMATS = {
     "auto_gptq": "gptq",
     "awq_marlin": "awq",
     "auto_awq": "awq",
+    "gpt_oss_mxfp4": "mxfp4",
     "modelopt_fp4": "modelopt",
     "modelopt_mxfp8": "modelopt",
     "modelopt_mixed": "modelopt",

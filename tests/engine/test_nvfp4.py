@@ -15,9 +15,10 @@ from tests.engine.drafted import PROMPTS, SAMPLINGS, TREES, Drive, Models
 from tests.engine.harness import DEVICES
 from tests.engine.test_mixed import check, compressed, group, refused
 from tests.engine.test_moe_w4 import tiny_moe
-from tests.engine.test_w4 import dense, logits
+from tests.engine.test_w4 import dense, logits, tolerance
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_mixed import write_mixed
+from tests.tolerances import assert_close
 
 extension_or_skip()
 
@@ -61,6 +62,35 @@ def test_every_tool(tmp_path: Path, device: str, form: str) -> None:
 def test_experts(tmp_path: Path, device: str, form: str) -> None:
     tiny = tiny_moe(tmp_path, moe_intermediate_size=160)
     check(tmp_path, tiny, {"": form}, FORMS[form], device)
+
+
+@on_devices
+def test_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
+    """All experts of a layer are one tensor of blocks; rows of gate and up alternate."""
+    tiny = tiny_moe(tmp_path, moe_intermediate_size=160)
+    forms = {".experts.": "mxfp4"}
+    twin = write_mixed(tmp_path / "twin", tiny.config, tiny.weights, forms, None)
+    found = write_mixed(tmp_path / "x", tiny.config, tiny.weights, forms, {"quant_method": "mxfp4"})
+    tensors = load_file(found / "model.safetensors")
+    for layer in range(tiny.config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for kind, suffix in (("blocks", "weight_packed"), ("scales", "weight_scale")):
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{prefix}{i}.{leaf}.{suffix}") for i in range(3)])
+                for leaf in ("gate_proj", "up_proj", "down_proj")
+            )
+            both = torch.stack([gate, up], 2).flatten(1, 2)
+            if kind == "blocks":
+                both, down = both.unflatten(-1, (-1, 16)), down.unflatten(-1, (-1, 16))
+            tensors |= {f"{prefix}gate_up_proj_{kind}": both, f"{prefix}down_proj_{kind}": down}
+    save_file({k: v.contiguous() for k, v in tensors.items()}, found / "model.safetensors")
+    assert_close(logits(found, device), logits(twin, device), tolerance(device))
+
+
+@on_devices
+def test_minimax_mxfp8(tmp_path: Path, device: str) -> None:
+    quant = {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}
+    check(tmp_path, dense(tmp_path, "llama"), {"": "mxfp8"}, quant, device)
 
 
 @on_devices
