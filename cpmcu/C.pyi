@@ -45,6 +45,8 @@ class ModelSpec:
     "Each block's output is multiplied by it before the residual add."
     logit_scale: float
     "The head's input is multiplied by it."
+    logit_softcap: float
+    "Logits become cap * tanh(logits / cap); 0: no cap."
     tie_word_embeddings: bool
     "The head is the embedding table."
     dtype: str

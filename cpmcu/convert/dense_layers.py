@@ -20,8 +20,11 @@ from cpmcu.loading.tensors import Checkpoint
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import NameMap, Piece
 
-# Parameters of an attention block that `Layer` follows.
-_KNOWN = {"window", "rope_inv_freq", "rope_attention_scaling", "qkv_bias", "qk_norm"}
+# Parameters of the blocks that `Layer` follows.
+_KNOWN = {
+    "attention": {"window", "rope_inv_freq", "rope_attention_scaling", "qkv_bias", "qk_norm"},
+    "mlp": {"intermediate_size"},
+}
 
 # A stage: projections with a common input. It gets the input, [B, T, K] for each batch, and
 # returns after it has changed their weights.
@@ -33,8 +36,8 @@ def check_dense(fields: SpecFields) -> None:
     """Raises ValueError unless each layer is attention and an MLP of the known forms."""
     for layer in fields.layers:
         for kind, params in layer:
-            strange = sorted(set(params) - _KNOWN) if kind == "attention" else []
-            if kind not in ("attention", "mlp") or strange:
+            strange = sorted(set(params) - _KNOWN.get(kind, set(params)))
+            if kind not in _KNOWN or strange:
                 what = f"{kind} with {strange[0]}" if strange else kind
                 raise ValueError(
                     f"method is 'gptq', but the model has layers of {what}, expected attention "

@@ -50,6 +50,7 @@ class SpecFields:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # logits become cap * tanh(logits / cap); 0: no cap
     tie_word_embeddings: bool = False
     # Blocks of each layer: (kind, overrides of the fields above). Empty: attention and mlp in each.
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
@@ -158,6 +159,18 @@ def _window_layers(reader: ConfigReader, num_layers: int, first_layer: int) -> l
             f"config.json: layer_types has {', '.join(others)}, expected only {' or '.join(known)}"
         )
     return [kind == "sliding_attention" for kind in kinds]
+
+
+def layer_kinds(reader: ConfigReader, num_layers: int, full_interval: int) -> list[str]:
+    """`layer_types`; without it, each `full_interval`-th layer has full attention, others a window.
+
+    Raises ValueError for other layer types.
+    """
+    if reader.config.get("layer_types") is None:
+        kinds = ("sliding_attention", "full_attention")
+        return [kinds[(layer + 1) % full_interval == 0] for layer in range(num_layers)]
+    windows = _window_layers(reader, num_layers, 0)
+    return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def first_window_layer(config: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 # Field -> least, most, a multiple of.
 MODEL_LIMITS = {
-    "head_dim": (8, 256, 8),
+    "head_dim": (8, 512, 8),
     "hidden_size": (8, 16384, 8),
     "intermediate_size": (8, 1048576, 8),
     "max_position_embeddings": (1, 67108864, 1),

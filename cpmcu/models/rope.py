@@ -16,7 +16,7 @@ own position: time, height or width. All three are equal for text, so it is plai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,29 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             "expected one set of RoPE parameters for all layers"
         )
     return params
+
+
+def rope_by_kind(
+    config: Mapping[str, Any], kinds: Sequence[str], unscaled: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Kind of layer -> the config with the RoPE parameters of this kind of layer.
+
+    `rope_parameters` may have an object for each of `kinds`. If it has one set of parameters, that
+    is the set of all kinds, except that kinds that begin with `unscaled` keep only `rope_theta`.
+    Raises ValueError if a kind is missing.
+    """
+    key = _key(config)
+    params = config.get(key) or {}
+    top = ConfigReader(config)
+    if not isinstance(params, dict):
+        raise top.fail(key, "an object or null")
+    if any(isinstance(value, dict) for value in params.values()):
+        if missing := [kind for kind in kinds if not isinstance(params.get(kind), dict)]:
+            raise top.fail(key, f"an object for each of {' and '.join(kinds)}, also {missing[0]}")
+        return {kind: {**config, key: params[kind]} for kind in kinds}
+    theta = {name: params[name] for name in ("rope_theta",) if name in params}
+    scaled = {kind: not (unscaled and kind.startswith(unscaled)) for kind in kinds}
+    return {kind: {**config, key: params if scaled[kind] else theta} for kind in kinds}
 
 
 def _key(config: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ inline constexpr FieldLimit kModelLimits[] = {
     {"intermediate_size", &ModelSpec::intermediate_size, 8, 1 << 20, 8},
     {"num_hidden_layers", &ModelSpec::num_hidden_layers, 1, 1024},
     {"num_attention_heads", &ModelSpec::num_attention_heads, 1, 1024},
-    {"head_dim", &ModelSpec::head_dim, 8, 256, 8},
+    {"head_dim", &ModelSpec::head_dim, 8, 512, 8},
     {"max_position_embeddings", &ModelSpec::max_position_embeddings, 1, 1 << 26},
 };
 inline constexpr int kCudaHeadDims[] = {64, 128, 256};

@@ -29,6 +29,7 @@ void ModelSpec::check_validity(bool cuda) const {
         head_dim / 2);
   CHECK(rms_norm_eps > 0 && rms_norm_eps < 1, "rms_norm_eps is {}, expected between 0 and 1",
         rms_norm_eps);
+  CHECK(logit_softcap >= 0, "logit_softcap is {}, expected at least 0", logit_softcap);
   CHECK(layers.empty() || static_cast<int>(layers.size()) == num_hidden_layers,
         "layers lists {} layers, num_hidden_layers is {}", layers.size(), num_hidden_layers);
   CHECK(is_floating(dtype), "the model's dtype is {}, expected float32, float16 or bfloat16",

@@ -47,6 +47,7 @@ struct ModelSpec {
   float embed_scale = 1;            // embedding output
   float residual_scale = 1;         // each block's output before the residual add
   float logit_scale = 1;            // the head's input
+  float logit_softcap = 0;          // logits become cap * tanh(logits / cap); 0: none
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
   bool fp8_kv_cache = false;      // keys and values as e4m3 with a scale for each token and KV head

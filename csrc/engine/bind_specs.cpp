@@ -114,6 +114,8 @@ void bind_model_spec(py::module_& m) {
                      "Each block's output is multiplied by it before the residual add.")
       .def_readwrite("logit_scale", &ModelSpec::logit_scale,
                      "The head's input is multiplied by it.")
+      .def_readwrite("logit_softcap", &ModelSpec::logit_softcap,
+                     "Logits become cap * tanh(logits / cap); 0: no cap.")
       .def_readwrite("tie_word_embeddings", &ModelSpec::tie_word_embeddings,
                      "The head is the embedding table.")
       .def_property(

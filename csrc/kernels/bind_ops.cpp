@@ -13,13 +13,18 @@
 #include "kernels/attention/attention.h"
 #include "kernels/bind_ops.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/layer/add_bias.h"
 #include "kernels/layer/embedding.h"
+#include "kernels/layer/gated_activation.h"
 #include "kernels/layer/gather_rows.h"
+#include "kernels/layer/norm_add.h"
+#include "kernels/layer/norm_heads.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/rotary_kv.h"
 #include "kernels/layer/scale_queries.h"
 #include "kernels/layer/sigmoid_gate.h"
 #include "kernels/layer/silu_mul.h"
+#include "kernels/layer/softcap.h"
 #include "kernels/sampling/sample.h"
 #include "kernels/step/step_ops.h"
 
@@ -236,6 +241,50 @@ void bind_layer_ops(py::module_& m) {
       },
       "ctx"_a, "out"_a, "x"_a, "interleaved"_a = false, "csrc/kernels/layer/silu_mul.h");
   m.def(
+      "add_bias",
+      [](const OpsContext& c, SharedArray y, SharedArray bias, SharedArray index) {
+        add_bias(c.ctx, {tensor_of(y), tensor_of(bias), ints(index)});
+      },
+      "ctx"_a, py::kw_only(), "y"_a, "bias"_a, "index"_a = SharedArray(),
+      "csrc/kernels/layer/add_bias.h");
+  m.def(
+      "gated_activation",
+      [](const OpsContext& c, SharedArray out, SharedArray x, const std::string& kind, float alpha,
+         float limit, bool alternates, SharedArray bias, SharedArray index, SharedArray order) {
+        const Activation activation = kind == "silu"        ? Activation::kSilu
+                                      : kind == "gelu_tanh" ? Activation::kGeluTanh
+                                                            : Activation::kClampedSwiglu;
+        gated_activation(c.ctx, {tensor_of(out), tensor_of(x), activation, alpha, limit, alternates,
+                                 tensor_of(bias), ints(index), ints(order)});
+      },
+      "ctx"_a, py::kw_only(), "out"_a, "x"_a, "kind"_a, "alpha"_a = 1.f, "limit"_a = 0.f,
+      "alternates"_a = false, "bias"_a = SharedArray(), "index"_a = SharedArray(),
+      "order"_a = SharedArray(),
+      "csrc/kernels/layer/gated_activation.h. kind: silu, gelu_tanh or clamped_swiglu.");
+  m.def(
+      "norm_add",
+      [](const OpsContext& c, SharedArray hidden, SharedArray x, SharedArray weight, float eps,
+         float weight_offset, SharedArray scale) {
+        norm_add(c.ctx, {tensor_of(hidden), tensor_of(x), tensor_of(weight), eps, weight_offset,
+                         tensor_of(scale)});
+      },
+      "ctx"_a, py::kw_only(), "hidden"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f,
+      "weight_offset"_a = 0.f, "scale"_a = SharedArray(), "csrc/kernels/layer/norm_add.h");
+  m.def(
+      "norm_heads",
+      [](const OpsContext& c, SharedArray x, int first, int num_groups, int width,
+         SharedArray weight, float eps, float weight_offset) {
+        norm_heads(c.ctx,
+                   {tensor_of(x), first, num_groups, width, tensor_of(weight), eps, weight_offset});
+      },
+      "ctx"_a, py::kw_only(), "x"_a, "first"_a = 0, "num_groups"_a = 1, "width"_a,
+      "weight"_a = SharedArray(), "eps"_a = 1e-6f, "weight_offset"_a = 0.f,
+      "csrc/kernels/layer/norm_heads.h");
+  m.def(
+      "softcap",
+      [](const OpsContext& c, SharedArray x, float cap) { softcap(c.ctx, {tensor_of(x), cap}); },
+      "ctx"_a, "x"_a, "cap"_a, "csrc/kernels/layer/softcap.h");
+  m.def(
       "sigmoid_gate",
       [](const OpsContext& c, SharedArray x, SharedArray gates, int head_dim, int first,
          int stride) {
@@ -338,39 +387,41 @@ void bind_layer_ops(py::module_& m) {
 
 void bind_attention_ops(py::module_& m) {
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
-      .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
-                       float scale, int num_heads, int num_kv_heads, int head_dim,
-                       const OpsTokens& tokens, SharedArray scratch, int window, bool by_position,
-                       const QkvLayout& layout, SharedArray selection, int dense_len,
-                       int max_splits, SharedArray k_scales, SharedArray v_scales) {
-             OpsAttention made{{.out = tensor_of(out),
-                                .qkv = tensor_of(qkv),
-                                .layout = layout,
-                                .k_cache = tensor_of(k_cache),
-                                .v_cache = tensor_of(v_cache),
-                                .k_scales = tensor_of(k_scales),
-                                .v_scales = tensor_of(v_scales),
-                                .scale = scale,
-                                .num_heads = num_heads,
-                                .num_kv_heads = num_kv_heads,
-                                .head_dim = head_dim,
-                                .window = window,
-                                .by_position = by_position,
-                                .selection = {.words = tensor_of(selection),
-                                              .dense_len = dense_len,
-                                              .max_splits = max_splits},
-                                .tokens = tokens.tokens,
-                                .scratch = tensor_of(scratch)},
-                               tokens.arrays};
-             made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, k_scales, v_scales,
-                                                    scratch, selection});
-             return made;
-           }),
-           py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "scratch"_a = SharedArray(), "window"_a = 0,
-           "by_position"_a = false, "layout"_a = QkvLayout(), "selection"_a = SharedArray(),
-           "dense_len"_a = 0, "max_splits"_a = 0, "k_scales"_a = SharedArray(),
-           "v_scales"_a = SharedArray());
+      .def(
+          py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
+                      float scale, int num_heads, int num_kv_heads, int head_dim,
+                      const OpsTokens& tokens, SharedArray scratch, int window, bool by_position,
+                      const QkvLayout& layout, SharedArray selection, int dense_len, int max_splits,
+                      SharedArray k_scales, SharedArray v_scales, SharedArray sinks) {
+            OpsAttention made{{.out = tensor_of(out),
+                               .qkv = tensor_of(qkv),
+                               .layout = layout,
+                               .k_cache = tensor_of(k_cache),
+                               .v_cache = tensor_of(v_cache),
+                               .k_scales = tensor_of(k_scales),
+                               .v_scales = tensor_of(v_scales),
+                               .scale = scale,
+                               .num_heads = num_heads,
+                               .num_kv_heads = num_kv_heads,
+                               .head_dim = head_dim,
+                               .window = window,
+                               .by_position = by_position,
+                               .selection = {.words = tensor_of(selection),
+                                             .dense_len = dense_len,
+                                             .max_splits = max_splits},
+                               .sinks = tensor_of(sinks),
+                               .tokens = tokens.tokens,
+                               .scratch = tensor_of(scratch)},
+                              tokens.arrays};
+            made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, k_scales, v_scales,
+                                                   scratch, selection, sinks});
+            return made;
+          }),
+          py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
+          "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "scratch"_a = SharedArray(), "window"_a = 0,
+          "by_position"_a = false, "layout"_a = QkvLayout(), "selection"_a = SharedArray(),
+          "dense_len"_a = 0, "max_splits"_a = 0, "k_scales"_a = SharedArray(),
+          "v_scales"_a = SharedArray(), "sinks"_a = SharedArray());
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(

@@ -7,6 +7,10 @@
 #include <optional>
 #include <utility>
 
+#include "core/half.h"
+#include "core/model_limits.h"
+#include "kernels/layer/add_bias.h"
+#include "kernels/layer/norm_heads.h"
 #include "kernels/layer/rotary_kv.h"
 #include "kernels/layer/scale_queries.h"
 #include "kernels/layer/sigmoid_gate.h"
@@ -23,6 +27,12 @@ namespace {
 struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
   bool qkv_bias, qk_norm, output_gate;
+  bool joint_qk_norm;    // the norms of q and of k are over all heads together
+  bool qk_norm_weights;  // false: the norms of the heads of q and k have no weights
+  bool v_norm;           // RMSNorm of each v head, without weights
+  bool o_bias, sinks;
+  bool gate_proj;  // the output is multiplied by the sigmoid of a further projection
+  float softmax_scale;
   float rope_attention_scaling;
   float query_scale_beta;  // 0: no scale (kernels/layer/scale_queries.h)
   int query_scale_length;  // tokens
@@ -35,14 +45,23 @@ struct AttentionShape {
         qkv_bias(params.flag("qkv_bias", spec.qkv_bias)),
         qk_norm(params.flag("qk_norm", spec.qk_norm)),
         output_gate(params.flag("output_gate", false)),
+        joint_qk_norm(params.flag("joint_qk_norm", false)),
+        qk_norm_weights(params.flag("qk_norm_weights", true)),
+        v_norm(params.flag("v_norm", false)),
+        o_bias(params.flag("o_bias", false)),
+        sinks(params.flag("sinks", false)),
+        gate_proj(params.flag("gate_proj", false)),
+        softmax_scale(params.number("softmax_scale", 1 / std::sqrt(static_cast<float>(head_dim)))),
         rope_attention_scaling(
             params.number("rope_attention_scaling", spec.rope_attention_scaling)),
         query_scale_beta(params.number("query_scale_beta", 0)),
         query_scale_length(params.integer("query_scale_length", 1)) {
-    params.check_known("an attention block",
-                       {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
-                        "qkv_bias", "qk_norm", "output_gate", "rope_inv_freq",
-                        "rope_attention_scaling", "query_scale_beta", "query_scale_length"});
+    params.check_known(
+        "an attention block",
+        {"num_attention_heads", "num_key_value_heads", "head_dim", "window", "qkv_bias", "qk_norm",
+         "output_gate", "rope_inv_freq", "rope_attention_scaling", "query_scale_beta",
+         "query_scale_length", "joint_qk_norm", "qk_norm_weights", "v_norm", "o_bias", "sinks",
+         "gate_proj", "softmax_scale"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
           "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
@@ -51,6 +70,13 @@ struct AttentionShape {
     CHECK(!(output_gate && qkv_bias),
           "an attention block has an output gate and a bias, expected one of them");
     CHECK(window >= 0, "an attention block has a window of {}, expected at least 0", window);
+    CHECK(!(output_gate && (joint_qk_norm || gate_proj)) && !(joint_qk_norm && qk_norm),
+          "an attention block has an output gate in q_proj, or norms of single heads, and also "
+          "joint_qk_norm or gate_proj, expected one of them");
+    CHECK(
+        !(qkv_bias && (joint_qk_norm || v_norm)),
+        "an attention block has a bias on q, k and v, expected none with joint_qk_norm or v_norm");
+    CHECK(softmax_scale > 0, "softmax_scale is {}, expected a number above 0", softmax_scale);
     CHECK(query_scale_length >= 1, "query_scale_length is {}, expected at least 1",
           query_scale_length);
   }
@@ -78,19 +104,22 @@ class AttentionBlock : public Block {
         prefix_(config.prefix),
         scope_(config.scope),
         phase_(config.phase),
+        beta_(config.adds ? 1.0f : 0.0f),
         sparse_(std::move(sparse)) {
     CHECK(!sparse_ || shape_.window == 0,
           "a sparse_attention block has a window of {}, expected none", shape_.window);
     CHECK(!sparse_ || !spec_.fp8_kv_cache,
           "a sparse_attention block has an fp8 KV cache, expected a 16-bit one");
+    CHECK(!sparse_ || !shape_.sinks, "a sparse_attention block has sinks, expected none");
     CHECK(!spec_.fp8_kv_cache || shape_.head_dim % 16 == 0,
           "head_dim is {}, expected a multiple of 16 for an fp8 KV cache", shape_.head_dim);
     const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
+    const int in_features = config.in_features ? config.in_features : spec_.hidden_size;
     qkv_ =
         make_linear(spec_.linear_method_of(attn + "qkv_proj"),
                     {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
-                     .in_features = config.in_features ? config.in_features : spec_.hidden_size,
+                     .in_features = in_features,
                      .dtype = spec_.dtype,
                      .options = spec_.linear_options_of(attn + "qkv_proj"),
                      .name = attn + "qkv_proj"});
@@ -99,19 +128,44 @@ class AttentionBlock : public Block {
                         .in_features = shape_.q_size(),
                         .dtype = spec_.dtype,
                         .options = spec_.linear_options_of(attn + "o_proj")});
+    if (!shape_.gate_proj) return;
+    gate_ = make_linear(spec_.linear_method_of(attn + "gate_proj"),
+                        {.parts = {{attn + "gate_proj", shape_.q_size()}},
+                         .in_features = in_features,
+                         .dtype = spec_.dtype,
+                         .options = spec_.linear_options_of(attn + "gate_proj")});
   }
 
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
     qkv_->plan(plan, limits);
     out_->plan(plan, limits);
+    CHECK(!limits.is_cuda() ||
+              std::ranges::find(kCudaHeadDims, shape_.head_dim) != std::end(kCudaHeadDims),
+          "{}self_attn has a head_dim of {}, expected 64, 128 or 256 on CUDA; use device cpu",
+          prefix_, shape_.head_dim);
+    CHECK(!limits.is_cuda() || !shape_.sinks,
+          "{}self_attn has attention sinks, which have no CUDA kernel yet; use device cpu",
+          prefix_);
     const int64_t bytes = size_of(spec_.dtype);
+    if (gate_ != nullptr) {
+      gate_->plan(plan, limits);
+      gate_id_ = plan.add_scratch("attention.gate", bytes * limits.max_tokens * shape_.q_size(),
+                                  phase_ + 1, phase_ + 3);
+    }
+    if (shape_.o_bias) {
+      o_bias_id_ =
+          plan.add(prefix_ + "self_attn.o_proj.bias", "weights", bytes * spec_.hidden_size);
+    }
+    if (shape_.sinks) {
+      sinks_id_ = plan.add(prefix_ + "self_attn.sinks", "weights", int64_t{4} * shape_.num_heads);
+    }
     if (shape_.qkv_bias) {
       bias_id_ =
           plan.add(prefix_ + "self_attn.qkv_proj.bias", "weights", bytes * shape_.qkv_size());
     }
-    if (shape_.qk_norm) {
-      q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * shape_.head_dim);
-      k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * shape_.head_dim);
+    if (shape_.qk_norm || shape_.joint_qk_norm) {
+      q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * q_norm_size());
+      k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * k_norm_size());
     }
     const PagedPlane plane{.num_heads = shape_.num_kv_heads,
                            .width = shape_.head_dim,
@@ -160,10 +214,16 @@ class AttentionBlock : public Block {
     qkv_->bind(arena);
     out_->bind(arena);
     if (shape_.qkv_bias) bias_ = arena.tensor(bias_id_, spec_.dtype, {shape_.qkv_size()});
-    if (shape_.qk_norm) {
-      q_norm_ = arena.tensor(q_norm_id_, spec_.dtype, {shape_.head_dim});
-      k_norm_ = arena.tensor(k_norm_id_, spec_.dtype, {shape_.head_dim});
+    if (shape_.qk_norm || shape_.joint_qk_norm) {
+      q_norm_ = arena.tensor(q_norm_id_, spec_.dtype, {q_norm_size()});
+      k_norm_ = arena.tensor(k_norm_id_, spec_.dtype, {k_norm_size()});
     }
+    if (gate_ != nullptr) {
+      gate_->bind(arena);
+      gate_buffer_ = arena.tensor(gate_id_, spec_.dtype, {max_tokens_, shape_.q_size()});
+    }
+    if (shape_.o_bias) o_bias_ = arena.tensor(o_bias_id_, spec_.dtype, {1, spec_.hidden_size});
+    if (shape_.sinks) sinks_ = arena.tensor(sinks_id_, DType::kF32, {shape_.num_heads});
     keys_ = state.paged(keys_id_);
     values_ = state.paged(values_id_);
     if (spec_.fp8_kv_cache) {
@@ -186,15 +246,25 @@ class AttentionBlock : public Block {
       table.add(prefix_ + "self_attn.k_proj.bias", bias_.rows(q, kv));
       table.add(prefix_ + "self_attn.v_proj.bias", bias_.rows(q + kv, kv));
     }
-    if (shape_.qk_norm) {
+    if (!q_norm_.empty() && shape_.qk_norm_weights) {
       table.add(prefix_ + "self_attn.q_norm.weight", q_norm_);
       table.add(prefix_ + "self_attn.k_norm.weight", k_norm_);
     }
+    if (gate_ != nullptr) gate_->list_tensors(table);
+    if (shape_.o_bias) {
+      table.add(prefix_ + "self_attn.o_proj.bias", o_bias_.view({spec_.hidden_size}));
+    }
+    if (shape_.sinks) table.add(prefix_ + "self_attn.sinks", sinks_);
   }
 
   void finish_loading(const Context& ctx) override {
     qkv_->finish_loading(ctx);
     out_->finish_loading(ctx);
+    if (gate_ != nullptr) gate_->finish_loading(ctx);
+    if (!q_norm_.empty() && !shape_.qk_norm_weights) {
+      fill_with_ones(ctx, q_norm_);
+      fill_with_ones(ctx, k_norm_);
+    }
     if (sparse_) sparse_->finish_loading(ctx);
     rotary_.upload(ctx);
   }
@@ -205,12 +275,17 @@ class AttentionBlock : public Block {
                const Tensor& x) const override {
     const Tensor qkv = qkv_buffer_.rows(0, step.tokens.num_tokens);
     const Tensor out = out_buffer_.rows(0, step.tokens.num_tokens);
+    if (gate_ != nullptr) {
+      if (ctx.pending != nullptr) ctx.pending->flush();
+      gate_->forward(ctx, step.phase, gate_buffer_.rows(0, step.tokens.num_tokens), x, 1, 0);
+    }
     qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
+    norm_groups(ctx, qkv);
     const RotaryKvParams rotary{.qkv = qkv,
                                 .layout = shape_.layout(),
                                 .bias = bias_,
-                                .q_norm = q_norm_,
-                                .k_norm = k_norm_,
+                                .q_norm = shape_.joint_qk_norm ? Tensor() : q_norm_,
+                                .k_norm = shape_.joint_qk_norm ? Tensor() : k_norm_,
                                 .norm_eps = spec_.rms_norm_eps,
                                 .norm_offset = spec_.norm_offset(),
                                 .inv_freq = rotary_.inv_freq(),
@@ -247,20 +322,22 @@ class AttentionBlock : public Block {
                                  .v_cache = values_,
                                  .k_scales = key_scales_,
                                  .v_scales = value_scales_,
-                                 .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
+                                 .scale = shape_.softmax_scale,
                                  .num_heads = shape_.num_heads,
                                  .num_kv_heads = shape_.num_kv_heads,
                                  .head_dim = shape_.head_dim,
                                  .window = shape_.window,
                                  .by_position = step.verify,
                                  .selection = blocks,
+                                 .sinks = sinks_,
                                  .tokens = step.tokens,
                                  .scratch = partials_};
     if (is_prefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
-    } else if (queue == nullptr || shape_.output_gate || !params.selection.empty()) {
+    } else if (queue == nullptr || shape_.output_gate || gate_ != nullptr || shape_.sinks ||
+               !params.selection.empty()) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);
@@ -273,7 +350,14 @@ class AttentionBlock : public Block {
                          .first = shape_.head_dim,
                          .stride = 2 * shape_.head_dim});
     }
-    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
+    if (gate_ != nullptr) {
+      sigmoid_gate(ctx, {.x = out,
+                         .gates = gate_buffer_.rows(0, step.tokens.num_tokens),
+                         .head_dim = shape_.head_dim,
+                         .stride = shape_.head_dim});
+    }
+    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, beta_);
+    if (shape_.o_bias) add_bias(ctx, {.y = hidden, .bias = o_bias_});
   }
 
   void commit(const Context& ctx, const Step& step, const Accepted& accepted) const override {
@@ -281,6 +365,33 @@ class AttentionBlock : public Block {
   }
 
  private:
+  int64_t q_norm_size() const { return shape_.joint_qk_norm ? shape_.q_size() : shape_.head_dim; }
+  int64_t k_norm_size() const { return shape_.joint_qk_norm ? shape_.kv_size() : shape_.head_dim; }
+  // Fills a norm's weights so that the norm multiplies by 1.
+  void fill_with_ones(const Context& ctx, const Tensor& weights) const {
+    dispatch_host_dtype(weights.dtype(), [&](auto t) {
+      using T = decltype(t);
+      const std::vector<T> values(static_cast<size_t>(weights.num_elements()),
+                                  from_float<T>(1 - spec_.norm_offset()));
+      copy_to_device(ctx.device, weights.data(), values.data(), weights.num_bytes(), ctx.stream);
+      synchronize(ctx.device, ctx.stream);
+    });
+  }
+  // The norms of q, k and v that are not part of rotary_kv.
+  void norm_groups(const Context& ctx, const Tensor& qkv) const {
+    const int q = static_cast<int>(shape_.q_rows()), kv = static_cast<int>(shape_.kv_size());
+    NormHeadsParams norm{.x = qkv, .eps = spec_.rms_norm_eps, .weight_offset = spec_.norm_offset()};
+    if (shape_.joint_qk_norm) {
+      norm.width = q, norm.weight = q_norm_;
+      norm_heads(ctx, norm);
+      norm.first = q, norm.width = kv, norm.weight = k_norm_;
+      norm_heads(ctx, norm);
+    }
+    if (!shape_.v_norm) return;
+    norm.first = q + kv, norm.num_groups = shape_.num_kv_heads, norm.width = shape_.head_dim;
+    norm.weight = {};
+    norm_heads(ctx, norm);
+  }
   // Groups of sequences run one after another and reuse the scratch, so its size does not grow with
   // the number of sequences.
   static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
@@ -308,17 +419,19 @@ class AttentionBlock : public Block {
   const AttentionShape shape_;
   std::string prefix_, scope_;
   Timeline phase_;
+  float beta_;  // hidden = beta * hidden + output
   std::optional<SparseKeys> sparse_;
-  std::unique_ptr<LinearMethod> qkv_, out_;
+  std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ null: no gate_proj
   RotaryTable rotary_;
   ModelState::PagedId keys_id_, values_id_, key_scales_id_, value_scales_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
-                 partial_id_ = 0;
+                 partial_id_ = 0, gate_id_ = 0, o_bias_id_ = 0, sinks_id_ = 0;
   int64_t max_tokens_ = 0, partial_floats_ = 0;
   bool scales_queries_ = false;       // the context is longer than query_scale_length
   Tensor keys_, values_;              // [pages, Hkv, 64, D]
   Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
+  Tensor gate_buffer_, o_bias_, sinks_;
 };
 
 class SparseAttentionBlock : public AttentionBlock {

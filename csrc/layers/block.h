@@ -24,6 +24,7 @@ struct BlockConfig {
   std::string scope;        // prefix of scratch that belongs to one model: "" or "draft."
   int in_features = 0;      // width of x; 0: hidden_size
   Timeline phase = kMixer;  // first phase of the block's scratch: kMixer or kMlp
+  bool adds = true;         // false: hidden = block(x), which a norm of the output reads
 };
 
 class Block {
@@ -38,7 +39,8 @@ class Block {
   // The norm before the block, for a block that fuses it with a GEMM. Called once, before
   // `forward`.
   virtual void set_norm(const RmsNorm&) {}
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. If more than
+  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. Without
+  // BlockConfig::adds, `hidden` is another tensor, which the block overwrites. If more than
   // one linear layer reads x, `ctx.pending` is flushed first (linear/gemm_queue.h). All tokens of
   // a prefill are accepted. After a decode step of the target, `commit` names the accepted tokens.
   virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,

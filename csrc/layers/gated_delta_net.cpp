@@ -42,6 +42,7 @@ class GatedDeltaNetBlock : public Block {
         layout_(delta_layout(shape_, config.params.flag("fused_projections", false))),
         prefix_(config.prefix),
         phase_(config.phase) {
+    CHECK(config.adds, "a gated_delta_net block has output_norm, expected no norm of its output");
     // The blocks of a draft do not learn which tokens a step accepted.
     CHECK(config.scope.empty(),
           "a draft model has gated_delta_net blocks, which only a target can");

@@ -1,5 +1,6 @@
-// Gated MLP, down(silu(gate(x)) * up(x)): "mlp".
+// Gated MLP, down(act(gate(x)) * up(x)): "mlp". act is SiLU, or as `activation` says.
 #include "layers/block.h"
+#include "layers/gating.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -11,8 +12,10 @@ class MlpBlock : public Block {
       : spec_(config.spec),
         width_(config.params.integer("intermediate_size", spec_.intermediate_size)),
         prefix_(config.prefix),
-        phase_(config.phase) {
-    config.params.check_known("an mlp block", {"intermediate_size"});
+        phase_(config.phase),
+        beta_(config.adds ? 1.0f : 0.0f),
+        activation_(gating_of(config.params)) {
+    config.params.check_known("an mlp block", {"intermediate_size", "activation"});
     CHECK(width_ >= 8 && width_ % 8 == 0,
           "{}mlp: intermediate_size is {}, expected a positive multiple of 8", prefix_, width_);
     const std::string mlp = prefix_ + "mlp.";
@@ -22,7 +25,7 @@ class MlpBlock : public Block {
                             .dtype = spec_.dtype,
                             .options = spec_.linear_options_of(mlp + "gate_up_proj"),
                             .name = mlp + "gate_up_proj",
-                            .gated = true});
+                            .gated = activation_.is_silu()});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
                          .in_features = width_,
@@ -63,8 +66,13 @@ class MlpBlock : public Block {
                const Tensor& x) const override {
     const Tensor gate_up = gate_up_buffer_.rows(0, step.tokens.num_tokens);
     const Tensor act = act_buffer_.rows(0, step.tokens.num_tokens);
-    gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
-    down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, 1);
+    if (activation_.is_silu()) {
+      gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
+    } else {
+      gate_up_->forward(ctx, step.phase, gate_up, x, 1, 0);
+      gated_activation(ctx, {.out = act, .x = gate_up, .kind = activation_.kind});
+    }
+    down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, beta_);
   }
 
  private:
@@ -72,6 +80,8 @@ class MlpBlock : public Block {
   int width_;  // intermediate_size
   std::string prefix_;
   Timeline phase_;
+  float beta_;  // hidden = beta * hidden + output
+  Gating activation_;
   std::unique_ptr<LinearMethod> gate_up_, down_;
   MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;
   int64_t max_tokens_ = 0;

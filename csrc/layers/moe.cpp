@@ -3,12 +3,16 @@
 //   y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x)) + sigmoid(g x) *
 //   shared(x)
 //
-// The shared expert is optional. The router and g are one GEMM in float32.
+// The shared expert is optional. The router and g are one GEMM in float32. Other activations and
+// biases (`activation`, `expert_bias`, `router_bias`) are launches of their own.
 #include <algorithm>
 
+#include "kernels/gemm/gemm.h"
+#include "kernels/layer/add_bias.h"
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_router.h"
 #include "layers/block.h"
+#include "layers/gating.h"
 #include "linear/experts.h"
 #include "linear/gemm_queue.h"
 
@@ -21,22 +25,38 @@ constexpr int64_t kGroupTokens = 2048;
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
   bool renormalise;
+  bool expert_bias;  // of gate, up and down
+  bool router_bias;
+  // The rows of gate and up alternate in one matrix, gate_up_proj; so do the entries of its bias.
+  bool alternating_gate_up;
+  Gating activation;
 
   MoeShape(const ModelSpec& spec, const Params& params)
       : num_experts(params.integer("num_experts", 0)),
         top_k(params.integer("top_k", 0)),
         width(params.integer("intermediate_size", spec.intermediate_size)),
         shared_width(params.integer("shared_intermediate_size", 0)),
-        renormalise(params.flag("norm_topk_prob", true)) {
-    params.check_known("a moe block", {"num_experts", "top_k", "intermediate_size",
-                                       "shared_intermediate_size", "norm_topk_prob"});
+        renormalise(params.flag("norm_topk_prob", true)),
+        expert_bias(params.flag("expert_bias", false)),
+        router_bias(params.flag("router_bias", false)),
+        alternating_gate_up(params.flag("alternating_gate_up", false)),
+        activation(gating_of(params)) {
+    params.check_known("a moe block",
+                       {"num_experts", "top_k", "intermediate_size", "shared_intermediate_size",
+                        "norm_topk_prob", "expert_bias", "router_bias", "alternating_gate_up",
+                        "activation", "swiglu_alpha", "swiglu_limit"});
     check_routing({.num_experts = num_experts, .top_k = top_k});
     CHECK(width >= 8 && width % 8 == 0,
           "a moe block has an intermediate_size of {}, expected a positive multiple of 8", width);
     CHECK(shared_width >= 0 && shared_width % 8 == 0,
           "a moe block has a shared_intermediate_size of {}, expected 0 or a multiple of 8",
           shared_width);
+    CHECK(shared_width == 0 || (is_plain() && !router_bias),
+          "a moe block has a shared expert and a bias or an activation other than silu, expected "
+          "one of them");
   }
+  // Whether the GEMM of gate and up computes silu(gate) * up itself.
+  bool is_plain() const { return activation.is_silu() && !expert_bias && !alternating_gate_up; }
 
   int router_rows() const { return num_experts + (shared_width > 0 ? 1 : 0); }
 };
@@ -48,14 +68,19 @@ class MoeBlock : public Block {
         shape_(spec_, config.params),
         mlp_(config.prefix + "mlp."),
         norm_name_(config.prefix + "post_attention_layernorm"),
-        phase_(config.phase) {
+        phase_(config.phase),
+        adds_(config.adds) {
     routing_.num_experts = shape_.num_experts;
     routing_.top_k = shape_.top_k;
     const int hidden = spec_.hidden_size;
-    gate_up_ = experts({.parts = {{"gate_proj", shape_.width}, {"up_proj", shape_.width}},
-                        .in_features = hidden,
-                        .name = "gate_up_proj",
-                        .gated = true});
+    using Parts = std::vector<LinearPart>;
+    gate_up_ =
+        experts({.parts = shape_.alternating_gate_up
+                              ? Parts{{"gate_up_proj", 2 * shape_.width}}
+                              : Parts{{"gate_proj", shape_.width}, {"up_proj", shape_.width}},
+                 .in_features = hidden,
+                 .name = "gate_up_proj",
+                 .gated = shape_.is_plain()});
     down_ = experts({.parts = {{"down_proj", hidden}}, .in_features = shape_.width});
     if (shape_.shared_width == 0) return;
     const std::string shared = mlp_ + "shared_expert.";
@@ -85,6 +110,19 @@ class MoeBlock : public Block {
                                    }),
                                    phase_ + 1, phase_ + 3);
     act_id_ = plan.add_scratch("moe.act", bytes * num_pairs * shape_.width, phase_ + 1, phase_ + 3);
+    if (!shape_.is_plain()) {
+      both_id_ = plan.add_scratch("moe.gate_up", 2 * bytes * num_pairs * shape_.width, phase_ + 1,
+                                  phase_ + 3);
+    }
+    if (shape_.expert_bias) {
+      gate_up_bias_id_ = plan.add(mlp_ + "experts.gate_up_proj_bias", "weights",
+                                  2 * bytes * shape_.num_experts * shape_.width);
+      down_bias_id_ =
+          plan.add(mlp_ + "experts.down_proj_bias", "weights", bytes * shape_.num_experts * hidden);
+    }
+    if (shape_.router_bias) {
+      router_bias_id_ = plan.add(mlp_ + "gate.bias", "weights", bytes * shape_.num_experts);
+    }
     out_id_ = plan.add_scratch("moe.out", 4 * num_pairs * hidden, phase_ + 1, phase_ + 3);
     if (shared_down_ == nullptr) return;
     shared_gate_up_->plan(plan, limits);
@@ -109,6 +147,15 @@ class MoeBlock : public Block {
     routing_.layout(carver, max_tokens_);
     act_ = arena.tensor(act_id_, spec_.dtype, {num_pairs, shape_.width});
     out_ = arena.tensor(out_id_, DType::kF32, {num_pairs, hidden});
+    const int64_t experts = shape_.num_experts;
+    if (!shape_.is_plain()) {
+      both_ = arena.tensor(both_id_, spec_.dtype, {num_pairs, 2 * shape_.width});
+    }
+    if (shape_.expert_bias) {
+      gate_up_bias_ = arena.tensor(gate_up_bias_id_, spec_.dtype, {experts, 2 * shape_.width});
+      down_bias_ = arena.tensor(down_bias_id_, spec_.dtype, {experts, hidden});
+    }
+    if (shape_.router_bias) router_bias_ = arena.tensor(router_bias_id_, spec_.dtype, {1, experts});
     if (shared_down_ == nullptr) return;
     shared_gate_up_->bind(arena);
     shared_down_->bind(arena);
@@ -122,6 +169,13 @@ class MoeBlock : public Block {
     table.add(mlp_ + "gate.weight", router_.rows(0, shape_.num_experts));
     gate_up_->list_tensors(table);
     down_->list_tensors(table);
+    if (shape_.expert_bias) {
+      table.add(mlp_ + "experts.gate_up_proj_bias", gate_up_bias_);
+      table.add(mlp_ + "experts.down_proj_bias", down_bias_);
+    }
+    if (shape_.router_bias) {
+      table.add(mlp_ + "gate.bias", router_bias_.view({shape_.num_experts}));
+    }
     if (shared_down_ == nullptr) return;
     table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
     shared_gate_up_->list_tensors(table);
@@ -168,15 +222,10 @@ class MoeBlock : public Block {
     const int64_t num_tokens = x.size(0), num_pairs = num_tokens * shape_.top_k;
     const Tensor logits = logits_.rows(0, num_tokens), act = act_.rows(0, num_pairs);
     const Tensor out = out_.rows(0, num_pairs);
-    // In every phase the same order of sums: a token's experts do not depend on the phase.
     GemmQueue* const queue = GemmQueue::of(ctx);
-    moe_router(ctx, {.logits = logits,
-                     .x = x,
-                     .w = router_,
-                     .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
-                     .renormalise = shape_.renormalise,
-                     .routing = routing_,
-                     .memory = memory_});
+    route(ctx, logits, x);
+    // The sum adds to what is there.
+    if (!adds_) fill_bytes(ctx.device, hidden.data(), 0, hidden.num_bytes(), ctx.stream);
     MoeCombineParams sum{
         .hidden = hidden, .y = out, .routing = routing_, .scale = spec_.residual_scale};
     if (shared_down_ != nullptr) {
@@ -188,22 +237,59 @@ class MoeBlock : public Block {
       sum.gate_column = shape_.num_experts;
     }
     multiply(ctx, phase, out, act, x);
+    if (shape_.expert_bias) {
+      add_bias(ctx, {.y = out, .bias = down_bias_, .index = routing_.experts});
+    }
     queue != nullptr ? queue->push(sum) : moe_combine(ctx, sum);
+  }
+
+  // In every phase the same order of sums: a token's experts do not depend on the phase.
+  void route(const Context& ctx, const Tensor& logits, const Tensor& x) const {
+    if (!shape_.router_bias) {
+      GemmQueue* const queue = GemmQueue::of(ctx);
+      return moe_router(ctx, {.logits = logits,
+                              .x = x,
+                              .w = router_,
+                              .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
+                              .renormalise = shape_.renormalise,
+                              .routing = routing_,
+                              .memory = memory_});
+    }
+    skinny_gemm(ctx, {.y = logits, .x = x, .w = router_});
+    add_bias(ctx, {.y = logits, .bias = router_bias_});
+    moe_route(ctx, {.logits = logits, .renormalise = shape_.renormalise, .routing = routing_});
+  }
+
+  // act = activation of gate and up of each pair; `order`: the pair of each row, null: row r.
+  void activate(const Context& ctx, const Tensor& act, const Tensor& both, const int* order) const {
+    gated_activation(ctx, {.out = act,
+                           .x = both,
+                           .kind = shape_.activation.kind,
+                           .alpha = shape_.activation.alpha,
+                           .limit = shape_.activation.limit,
+                           .alternates = shape_.alternating_gate_up,
+                           .bias = gate_up_bias_,
+                           .index = shape_.expert_bias ? routing_.experts : nullptr,
+                           .order = shape_.expert_bias ? order : nullptr});
   }
 
   // out = down of the experts of each pair; act is scratch.
   void multiply(const Context& ctx, Phase phase, const Tensor& out, const Tensor& act,
                 const Tensor& x) const {
+    const bool plain = shape_.is_plain();
+    const Tensor both = plain ? act : both_.rows(0, act.size(0));
     if (phase == Phase::kDecode || !has_sorted_gemm(ctx)) {
-      gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
-      // No launch may come between these two.
-      down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
+      gate_up_->forward(ctx, {.y = both, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
+      if (!plain) activate(ctx, act, both, nullptr);
+      // With routing_is_complete, no launch may come between these two.
+      down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = plain});
       return;
     }
     // The memory of `out` is free until the down projection writes it.
     const Tensor sorted(out.data(), x.dtype(), {out.size(0), x.size(1)});
     gather_pairs(ctx, {.sorted = sorted, .x = x, .routing = routing_});
-    gate_up_->forward_sorted(ctx, {.y = act, .x = sorted, .routing = routing_, .sorted_y = true});
+    gate_up_->forward_sorted(ctx, {.y = both, .x = sorted, .routing = routing_, .sorted_y = true});
+    if (!plain) activate(ctx, act, both, routing_.pairs);
     down_->forward_sorted(ctx, {.y = out, .x = act, .routing = routing_});
   }
 
@@ -211,15 +297,20 @@ class MoeBlock : public Block {
   const MoeShape shape_;
   std::string mlp_, norm_name_;
   Timeline phase_;
+  bool adds_;  // see BlockConfig
   std::unique_ptr<ExpertLinear> gate_up_, down_;
   std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
-                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0;
+                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0,
+                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0, router_bias_id_ = 0;
   int64_t max_tokens_ = 0;
   int64_t router_bytes_ = 0;
-  Tensor memory_;  // of the router
-  Tensor router_;  // [E, H]; with a shared expert, its gate is one more row
+  Tensor memory_;                    // of the router
+  Tensor router_;                    // [E, H]; with a shared expert, its gate is one more row
+  Tensor router_bias_;               // [1, E]
+  Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H]
+  Tensor both_;                      // [P, 2 I] gate and up, unless is_plain
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
 };
 

@@ -3,6 +3,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
+#include "kernels/layer/softcap.h"
 #include "layers/compress_queue.h"
 
 namespace cpmcu {
@@ -16,11 +17,13 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
       if (window > 0 && each.kind == "attention" && !each.params.values().contains("window")) {
         each.params.set("window", int64_t{window});
       }
-      const BlockConfig config{
-          .spec = spec, .params = each.params, .prefix = name, .scope = prefix_, .phase = phase};
-      std::unique_ptr<Block> block = BlockRegistry::instance().create("block", each.kind, config);
-      RmsNorm norm(spec, block->norm_name());
-      sublayers_.push_back({layer, std::move(norm), std::move(block)});
+      sublayers_.emplace_back(layer, each.kind,
+                              BlockConfig{.spec = spec,
+                                          .params = each.params,
+                                          .prefix = name,
+                                          .scope = prefix_,
+                                          .phase = phase});
+      has_branch_ |= sublayers_.back().norms_output();
       phase = kMlp;
     }
   }
@@ -42,14 +45,13 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
   max_head_rows_ = max_head_rows;
   max_logit_rows_ = max_logit_rows;
   embed_id_ = plan.add(prefix_ + "model.embed_tokens", "weights", spec_.vocab_size * row_bytes);
-  for (Sublayer& sublayer : sublayers_) {
-    sublayer.norm.plan(plan);
-    sublayer.block->plan(plan, state, limits);
-  }
+  for (Sublayer& sublayer : sublayers_) sublayer.plan(plan, state, limits);
   final_norm_.plan(plan);
   if (head_) head_->plan(plan, limits);
   hidden_id_ = plan.add_scratch("hidden", max_tokens_ * row_bytes, kEmbed, kHead);
   normed_id_ = plan.add_scratch("normed", max_tokens_ * row_bytes, kMixer, kMlp + 1);
+  branch_id_ =
+      plan.add_scratch("branch", has_branch_ ? max_tokens_ * row_bytes : 0, kMixer, kMlp + 3);
   aux_hidden_id_ = plan.add_scratch(
       prefix_ + "aux_hidden",
       max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()), 0, kSample);
@@ -61,15 +63,12 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
 void Transformer::bind(const Arena& arena, const ModelState& state) {
   const int64_t hidden = spec_.hidden_size;
   embed_ = arena.tensor(embed_id_, spec_.dtype, {spec_.vocab_size, hidden});
-  for (Sublayer& sublayer : sublayers_) {
-    sublayer.norm.bind(arena);
-    sublayer.block->bind(arena, state);
-    sublayer.block->set_norm(sublayer.norm);
-  }
+  for (Sublayer& sublayer : sublayers_) sublayer.bind(arena, state);
   final_norm_.bind(arena);
   if (head_) head_->bind(arena);
   hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_tokens_, hidden});
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, hidden});
+  if (has_branch_) branch_ = arena.tensor(branch_id_, spec_.dtype, {max_tokens_, hidden});
   aux_hidden_ =
       arena.tensor(aux_hidden_id_, spec_.dtype,
                    {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
@@ -79,16 +78,13 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
 
 void Transformer::list_tensors(WeightTable& table) {
   table.add(prefix_ + "model.embed_tokens.weight", embed_);
-  for (Sublayer& sublayer : sublayers_) {
-    sublayer.norm.list_tensors(table);
-    sublayer.block->list_tensors(table);
-  }
+  for (Sublayer& sublayer : sublayers_) sublayer.list_tensors(table);
   final_norm_.list_tensors(table);
   if (head_ && !spec_.tie_word_embeddings) head_->list_tensors(table);
 }
 
 void Transformer::finish_loading(const Context& ctx) {
-  for (Sublayer& sublayer : sublayers_) sublayer.block->finish_loading(ctx);
+  for (Sublayer& sublayer : sublayers_) sublayer.block().finish_loading(ctx);
   if (head_ == nullptr) return;
   spec_.tie_word_embeddings ? head_->load_rows(ctx, embed_, nullptr) : head_->finish_loading(ctx);
 }
@@ -96,16 +92,16 @@ void Transformer::finish_loading(const Context& ctx) {
 Tensor Transformer::forward(const Context& ctx, const Step& step) const {
   const Tensor hidden = hidden_.rows(0, step.tokens.num_tokens);
   const Tensor normed = normed_.rows(0, step.tokens.num_tokens);
+  const Tensor branch = has_branch_ ? branch_.rows(0, step.tokens.num_tokens) : Tensor();
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
   GemmQueue gemms(ctx, step.phase, &gemm_order_);
   int layer = -1;
   for (const Sublayer& sublayer : sublayers_) {
-    if (sublayer.layer != layer) {
-      layer = sublayer.layer;
+    if (sublayer.layer() != layer) {
+      layer = sublayer.layer();
       gemms.then([=, this, &ctx] { copy_aux_hidden(ctx, layer, hidden); });
     }
-    sublayer.norm.forward(gemms.context(), normed, hidden);
-    sublayer.block->forward(gemms.context(), step, hidden, normed);
+    sublayer.forward(gemms.context(), step, hidden, normed, branch);
   }
   gemms.flush();
   return hidden;
@@ -114,7 +110,7 @@ Tensor Transformer::forward(const Context& ctx, const Step& step) const {
 void Transformer::commit(const Context& ctx, const Step& step, const Accepted& accepted) const {
   CompressQueue queue(ctx);
   for (const Sublayer& sublayer : sublayers_) {
-    sublayer.block->commit(queue.context(), step, accepted);
+    sublayer.block().commit(queue.context(), step, accepted);
   }
   queue.flush();
 }
@@ -134,6 +130,7 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) 
   const Tensor logits = logits_.rows(0, rows.size(0));
   final_norm_.forward(ctx, normed, rows);
   project(ctx, logits, normed, spec_.logit_scale);
+  if (spec_.logit_softcap > 0) softcap(ctx, {.x = logits, .cap = spec_.logit_softcap});
   return logits;
 }
 

@@ -7,6 +7,7 @@
 
 #include "layers/block.h"
 #include "layers/norm.h"
+#include "layers/sublayer.h"
 #include "linear/gemm_queue.h"
 #include "linear/linear.h"
 
@@ -64,24 +65,20 @@ class Transformer {
  private:
   void copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const;
 
-  struct Sublayer {
-    int layer;
-    RmsNorm norm;
-    std::unique_ptr<Block> block;
-  };
-
   const ModelSpec& spec_;
   std::string prefix_;
   std::vector<int> aux_hidden_layers_;
   std::vector<Sublayer> sublayers_;
+  bool has_branch_ = false;  // whether a sublayer norms its output
   RmsNorm final_norm_;
   std::unique_ptr<LinearMethod> head_;  // null: tied to the embedding table
-  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, aux_hidden_id_ = 0, head_in_id_ = 0,
-                 logits_id_ = 0;
+  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, branch_id_ = 0, aux_hidden_id_ = 0,
+                 head_in_id_ = 0, logits_id_ = 0;
   int64_t max_tokens_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
   Tensor embed_;       // [V, H]
   Tensor hidden_;      // [T, H]
   Tensor normed_;      // [T, H]
+  Tensor branch_;      // [T, H]: the output of a block whose output is normed
   Tensor aux_hidden_;  // [T, layers * H]
   Tensor head_in_;     // [head rows, H]
   Tensor logits_;      // [R, V] float32

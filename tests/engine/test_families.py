@@ -36,6 +36,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ministral3": ("ministral3", {"num_hidden_layers": 2}),
+    "olmo2": ("olmo2", {"num_hidden_layers": 2}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 1.1,
+                },
+            },
+        },
+    ),
     "phi3": ("phi3", {"num_hidden_layers": 2, "sliding_window": WINDOW}),
     "phi3, a part of a head rotates": (
         "phi3",

@@ -26,6 +26,9 @@ Array = npt.NDArray[Any]
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "olmo3": ("Olmo3ForCausalLM", "olmo3"),
+    "gptoss": ("GptOssForCausalLM", "gpt_oss"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral": ("MinistralForCausalLM", "ministral"),
     "ministral3": ("Ministral3ForCausalLM", "ministral3"),
@@ -156,7 +159,13 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     weights = {"model.embed_tokens.weight": embed}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        weights[prefix + "input_layernorm.weight"] = norm(hidden)
+        is_olmo = model_type in ("olmo2", "olmo3")
+        if is_olmo:
+            weights[prefix + "post_feedforward_layernorm.weight"] = norm(hidden)
+            weights[prefix + "self_attn.q_norm.weight"] = norm(q_size)
+            weights[prefix + "self_attn.k_norm.weight"] = norm(kv_size)
+        else:
+            weights[prefix + "input_layernorm.weight"] = norm(hidden)
         for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
             if config.get("attention_bias", model_type in BIASED):

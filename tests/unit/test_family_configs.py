@@ -197,6 +197,48 @@ def test_ministral_3_8b() -> None:
     assert build(text | {"tie_word_embeddings": False}, device="cuda") == fields
 
 
+def test_olmo3_7b() -> None:
+    config: dict[str, Any] = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    }
+    fields = build(config, device="cuda")
+    assert shape(fields) == (32, 4096, 32, 32, 128, 11008, 100278, 65536)
+    assert windows(fields) == [4096, 4096, 4096, 0] * 8
+    first, last = fields.layers[0][0][1], fields.layers[3][0][1]
+    assert first["rope_attention_scaling"] == 1 and "rope_inv_freq" not in last
+    assert fields.rope_attention_scaling == pytest.approx(1.2079, rel=1e-4)
+    assert first["rope_inv_freq"][-1] > 4 * fields.rope_inv_freq[-1]
+    scaling = config.pop("rope_scaling")
+    theta = {"rope_theta": config.pop("rope_theta")}
+    config["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", **theta},
+        "full_attention": {**scaling, **theta},
+    }
+    assert build(config, device="cuda") == fields
+    del config["rope_parameters"]["full_attention"]
+    with pytest.raises(ValueError, match=r"an object for each of .* also full_attention"):
+        build(config)
+
+
 def test_mistral_small_31() -> None:
     fields = build(MISTRAL_SMALL_31, device="cuda")
     assert shape(fields) == (40, 5120, 32, 8, 128, 32768, 131072, 131072)
@@ -267,6 +309,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
         ["original_max_position_embeddings is missing", "a positive integer"],
     ),
+    ("olmo2", {"attention_bias": True}, ["attention_bias is True", "false"]),
+    ("olmo3", {"layer_types": ["mamba"] * 2}, ["layer_types has mamba", "full_attention"]),
+    ("olmo3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("phi3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("seedoss", {"attention_out_bias": True}, ["attention_out_bias is True", "false"]),
     ("seedoss", {"mlp_bias": True}, ["mlp_bias is True", "false"]),

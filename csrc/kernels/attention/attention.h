@@ -57,6 +57,9 @@ struct AttentionParams {
   // tiles that end at or below L.
   bool by_position = false;
   BlockSelection selection{};
+  // [Hq] float32: a logit of each query head that takes part in the softmax and has no value. So
+  // out is multiplied by sigmoid(lse - sink), lse the log of the sum of exp(scores). Empty: none.
+  Tensor sinks{};
   StepTokens tokens;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) elements
 };

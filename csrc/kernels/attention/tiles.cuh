@@ -102,6 +102,7 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   check_kv_cache(op, p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
   CHECK(p.k_scales.empty() || p.selection.empty(),
         "{}: sparse attention has an fp8 cache, expected {} like qkv", op, name_of(p.qkv.dtype()));
+  CHECK(p.sinks.empty(), "{}: attention sinks have no CUDA kernel; use device cpu", op);
   CHECK(p.scale > 0, "{}: scale is {}, expected a positive number", op, p.scale);
   CHECK(p.window >= 0, "{}: window is {}, expected 0 or more", op, p.window);
   CHECK(tokens.first_token >= 0, "{}: first_token is {}, expected 0 or more", op,

@@ -126,9 +126,11 @@ class Softmax {
     for (int i = 0; i < head_dim_; ++i) sum_[i] = sum_[i] * shrink + page_sum_[i];
   }
 
+  // `sink`: a further logit, without a value; null: none.
   template <typename Out>
-  void write(Out* out) const {
-    for (int i = 0; i < head_dim_; ++i) out[i] = from_float<Out>(sum_[i] / total_);
+  void write(Out* out, const float* sink) const {
+    const float total = sink == nullptr ? total_ : total_ + std::exp(*sink - maximum_);
+    for (int i = 0; i < head_dim_; ++i) out[i] = from_float<Out>(sum_[i] / total);
   }
 
  private:
@@ -156,6 +158,10 @@ void check(const AttentionParams& p) {
   check_kv_cache("attention", p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
   CHECK(p.window >= 0, "attention: window is {}, expected at least 0", p.window);
   check_selection(p);
+  CHECK(
+      p.sinks.empty() || (p.sinks.dtype() == DType::kF32 && p.sinks.num_elements() == p.num_heads),
+      "attention: sinks are {} {}, expected float32 [{}]", name_of(p.sinks.dtype()),
+      p.sinks.shape_text(), p.num_heads);
   CHECK(p.tokens.first_token >= 0, "attention: first_token {} is negative", p.tokens.first_token);
   CHECK(p.tokens.ancestor_masks == nullptr ||
             p.tokens.first_token + p.tokens.max_seq_tokens <= kMaxTreeSize,
@@ -241,7 +247,8 @@ void attend(const AttentionParams& p, const QkvLayout& layout, int row, int h) {
                                      p.num_kv_heads, head_dim);
     softmax.add_page(p.k_cache.as<Page>() + offset, p.v_cache.as<Page>() + offset, visible);
   }
-  softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
+  softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim,
+                p.sinks.empty() ? nullptr : p.sinks.as<float>() + h);
 }
 
 void attention(const AttentionParams& p) {

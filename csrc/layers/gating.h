@@ -1,0 +1,32 @@
+// The activation of a gated MLP or of experts, as parameters of the block name it.
+#pragma once
+
+#include <string>
+
+#include "core/params.h"
+#include "kernels/layer/gated_activation.h"
+
+namespace cpmcu {
+
+struct Gating {
+  Activation kind = Activation::kSilu;
+  float alpha = 1, limit = 0;  // of clamped_swiglu
+
+  bool is_silu() const { return kind == Activation::kSilu; }
+};
+
+// Reads `activation`, and for clamped_swiglu `swiglu_alpha` and `swiglu_limit`.
+inline Gating gating_of(const Params& params) {
+  const std::string name = params.text("activation", "silu");
+  if (name == "silu") return {};
+  if (name == "gelu_tanh") return {.kind = Activation::kGeluTanh};
+  CHECK(name == "clamped_swiglu",
+        "activation is \"{}\", expected silu, gelu_tanh or clamped_swiglu", name);
+  const Gating gating{.kind = Activation::kClampedSwiglu,
+                      .alpha = params.number("swiglu_alpha", 1.702f),
+                      .limit = params.number("swiglu_limit", 7)};
+  CHECK(gating.limit > 0, "swiglu_limit is {}, expected a number above 0", gating.limit);
+  return gating;
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,96 @@
+// A block of a layer with the norms around it:
+//
+//   hidden += block(norm(hidden))                         the usual form
+//   hidden = (hidden + output_norm(block(...))) * scale   with output_norm; scale with output_scale
+//
+// These are parameters that a block of any kind may have: `input_norm` (default true),
+// `output_norm`, `output_norm_eps` (default: the model's), `output_scale` (a checkpoint tensor
+// [1]).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "kernels/layer/norm_add.h"
+#include "layers/block.h"
+
+namespace cpmcu {
+
+class Sublayer {
+ public:
+  Sublayer(int layer, const std::string& kind, BlockConfig config)
+      : spec_(&config.spec), layer_(layer), eps_(config.spec.rms_norm_eps) {
+    Params rest;  // the parameters of the block itself
+    for (const auto& [name, value] : config.params.values()) {
+      if (!is_own(name)) rest.set(name, value);
+    }
+    const Params own = std::exchange(config.params, rest);
+    const bool norms_input = own.flag("input_norm", true), scales = own.flag("output_scale", false);
+    config.adds = !own.flag("output_norm", false);
+    eps_ = own.number("output_norm_eps", eps_);
+    CHECK(config.adds ? norms_input && !scales : spec_->residual_scale == 1,
+          "{}{} has no input norm, an output_scale, or a residual scale beside output_norm; "
+          "expected output_norm with the first two and not with the last",
+          config.prefix, kind);
+    block_ = BlockRegistry::instance().create("block", kind, config);
+    if (norms_input) norm_.emplace(*spec_, block_->norm_name());
+    if (!config.adds) output_norm_.emplace(*spec_, config.prefix + kind + "_output_norm");
+    if (scales) scale_name_ = config.prefix + kind + "_output_scale";
+  }
+
+  int layer() const { return layer_; }
+  Block& block() const { return *block_; }
+  bool norms_output() const { return output_norm_.has_value(); }
+
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) {
+    if (norm_) norm_->plan(plan);
+    block_->plan(plan, state, limits);
+    if (output_norm_) output_norm_->plan(plan);
+    if (!scale_name_.empty()) scale_id_ = plan.add(scale_name_, "weights", size_of(spec_->dtype));
+  }
+  void bind(const Arena& arena, const ModelState& state) {
+    if (norm_) norm_->bind(arena);
+    block_->bind(arena, state);
+    if (norm_) block_->set_norm(*norm_);
+    if (output_norm_) output_norm_->bind(arena);
+    if (!scale_name_.empty()) scale_ = arena.tensor(scale_id_, spec_->dtype, {1});
+  }
+  void list_tensors(WeightTable& table) {
+    if (norm_) norm_->list_tensors(table);
+    block_->list_tensors(table);
+    if (output_norm_) output_norm_->list_tensors(table);
+    if (!scale_name_.empty()) table.add(scale_name_, scale_);
+  }
+  // `normed` and `branch` [T, H] are scratch; branch may be empty without output_norm.
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& normed,
+               const Tensor& branch) const {
+    if (norm_) norm_->forward(ctx, normed, hidden);
+    block_->forward(ctx, step, output_norm_ ? branch : hidden, norm_ ? normed : hidden);
+    if (!output_norm_) return;
+    norm_add(ctx, {.hidden = hidden,
+                   .x = branch,
+                   .weight = output_norm_->weight(),
+                   .eps = eps_,
+                   .weight_offset = spec_->norm_offset(),
+                   .scale = scale_});
+  }
+
+ private:
+  static bool is_own(const std::string& name) {
+    return name == "input_norm" || name == "output_norm" || name == "output_norm_eps" ||
+           name == "output_scale";
+  }
+
+  const ModelSpec* spec_;
+  int layer_;
+  float eps_;  // of the output norm
+  std::optional<RmsNorm> norm_, output_norm_;
+  std::unique_ptr<Block> block_;
+  std::string scale_name_;  // empty: no output_scale
+  MemoryPlan::Id scale_id_ = 0;
+  Tensor scale_;  // [1]
+};
+
+}  // namespace cpmcu
