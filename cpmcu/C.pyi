@@ -119,6 +119,8 @@ class SamplingConfig:
     "(token id, what is added to its logit)."
     logprobs: int
     "-1: none; n >= 0: of the emitted token and of the n most likely, at most MAX_LOGPROBS."
+    logprob_ids: list[int]
+    "Not empty: `logprobs` tokens, which are reported in place of the most likely ones."
     stop_ids: list[int]
     "With a drafter: the device ends the sequence after one of them."
     max_tokens: int

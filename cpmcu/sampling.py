@@ -142,6 +142,12 @@ class SamplingParams:
         "report log-probabilities of the chosen token and of this many likeliest tokens, at most "
         f"{MAX_LOGPROBS}",
     )
+    logprob_token_ids: Sequence[int] | None = option(
+        None,
+        f"tokens, at most {MAX_LOGPROBS}, whose log-probabilities are reported in place of those "
+        "of the likeliest",
+        flags=(),
+    )
     prompt_logprobs: int | None = option(
         None,
         "report log-probabilities of the prompt's tokens, and of this many likeliest tokens",
@@ -202,7 +208,7 @@ class SamplingParams:
             change(tuple(listed(name, () if value is None else value, "a list of texts")))
         elif name == "stop_token_ids":
             change(_token_ids(name, () if value is None else value))
-        elif name == "allowed_token_ids" and value is not None:
+        elif name in ("allowed_token_ids", "logprob_token_ids") and value is not None:
             change(tuple(dict.fromkeys(_token_ids(name, value))))
         elif name == "logit_bias" and value is not None:
             change(_biases(value))
@@ -221,6 +227,10 @@ class SamplingParams:
                     raise ValueError(f"stop holds {shown(text)}, but must hold texts")
         elif name == "allowed_token_ids" and value == ():
             raise ValueError("allowed_token_ids is [], but must have at least one token id")
+        elif name == "logprob_token_ids" and len(value or ()) > MAX_LOGPROBS:
+            raise ValueError(
+                f"logprob_token_ids has {len(value)} tokens, but must have at most {MAX_LOGPROBS}"
+            )
         elif name == "bad_words":
             for i, word in enumerate(value):
                 if not isinstance(word, str) or not word.strip():
@@ -277,18 +287,19 @@ def to_engine(
     """Resolved parameters as the extension's type, for choice number `stream` of a request.
 
     The device ends the sequence after a token of `stop_ids` or after `max_tokens` tokens. Tokens
-    of `banned_ids` are not drawn. Raises ValueError if a token id of `logit_bias` or
-    `allowed_token_ids` lies outside the vocabulary.
+    of `banned_ids` are not drawn. Raises ValueError if a token id of the parameters
+    lies outside the vocabulary.
     """
     from cpmcu import C
 
-    for name in ("logit_bias", "allowed_token_ids"):
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if token >= vocab_size:
                 raise FieldError(
                     f"{name} names token {token}, but the vocabulary has {vocab_size} tokens",
                     field=name,
                 )
+    named = list(params.logprob_token_ids or ())
     bias = dict(params.logit_bias or {}) | dict.fromkeys(banned_ids, -math.inf)
     if params.allowed_token_ids is not None:
         kept = {token: bias.get(token, 0.0) for token in params.allowed_token_ids}
@@ -304,7 +315,8 @@ def to_engine(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=list(bias.items()),
-        logprobs=-1 if params.logprobs is None else params.logprobs,
+        logprobs=len(named) or (-1 if params.logprobs is None else params.logprobs),
+        logprob_ids=named,
         stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
         max_tokens=max_tokens,
     )

@@ -316,7 +316,7 @@ class LLM:
                 emit=emit,
                 on_prefill=on_prefill if index == 0 else None,
                 index=index,
-                want_logprobs=params.logprobs is not None,
+                want_logprobs=params.logprobs is not None or bool(params.logprob_token_ids),
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),

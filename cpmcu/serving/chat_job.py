@@ -50,11 +50,12 @@ def prepare(
     ids = body.truncated(ids, model.llm.max_length)
     fields = body.sampling_fields()
     grammar = fields.pop("grammar")
+    most = service.config.most_logprobs
     plan = plan_answer(model, body, prompt, grammar)
     params = sampling_params(
         max_tokens=body.token_limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.num_prompt_logprobs(service.config.most_logprobs),
+        logprobs=body.num_logprobs(most),
+        prompt_logprobs=body.num_prompt_logprobs(most),
         grammar=plan.grammar,
         thinking=plan.thinking,
         **fields,

@@ -101,8 +101,8 @@ class ServerConfig:
     )
     max_logprobs: int = option(
         MAX_LOGPROBS,
-        f"most likeliest tokens that a request may ask for at a position, up to {MAX_LOGPROBS}; "
-        "-1: as many",
+        f"most likeliest tokens that a request may ask for at a position; above {MAX_LOGPROBS}, "
+        f"and -1: {MAX_LOGPROBS}",
     )
     root_path: str = option(
         "", "path prefix of the server behind a proxy, such as /llm; accepted with and without it"
@@ -145,10 +145,8 @@ class ServerConfig:
             name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        if not -1 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ValueError(
-                f"max_logprobs is {self.max_logprobs}, but must be -1 to {MAX_LOGPROBS}"
-            )
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs is {self.max_logprobs}, but must be at least -1")
         if self.response_store < 0:
             raise ValueError(f"response_store is {self.response_store}, but must be at least 0")
         for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
@@ -167,7 +165,7 @@ class ServerConfig:
     @property
     def most_logprobs(self) -> int:
         """Most likeliest tokens that a request may ask for at a position."""
-        return MAX_LOGPROBS if self.max_logprobs == -1 else self.max_logprobs
+        return MAX_LOGPROBS if self.max_logprobs == -1 else min(self.max_logprobs, MAX_LOGPROBS)
 
     def keys(self) -> list[str]:
         """Returns the API keys, including the keys of files.

@@ -62,10 +62,12 @@ def entries(
     *,
     as_ids: bool = False,
     with_ids: bool = False,
+    with_chosen: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns the tokens of an answer as /v1/chat/completions and /v1/responses have them.
 
     `as_ids`: names tokens by their ids. `with_ids`: adds `id`, as /completion has it.
+    `with_chosen`: top_logprobs begin with the chosen token, whatever the others are.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -75,10 +77,14 @@ def entries(
             "bytes": list(texts.bytes_of(token)),
         }
 
+    def tops(score: TokenLogprobs) -> list[tuple[int, float]]:
+        others = [top for top in score.top if top[0] != score.token_id]
+        return [(score.token_id, score.logprob), *others]
+
     return [
         {
             **entry(score.token_id, score.logprob),
-            "top_logprobs": [entry(*top) for top in score.top],
+            "top_logprobs": [entry(*top) for top in (tops(score) if with_chosen else score.top)],
         }
         for score in scores
     ]

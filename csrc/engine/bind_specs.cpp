@@ -235,6 +235,9 @@ void bind_run_configs(py::module_& m) {
       .def_readwrite("logprobs", &SamplingConfig::logprobs,
                      "-1: none; n >= 0: of the emitted token and of the n most likely, at most "
                      "MAX_LOGPROBS.")
+      .def_readwrite(
+          "logprob_ids", &SamplingConfig::logprob_ids,
+          "Not empty: `logprobs` tokens, which are reported in place of the most likely ones.")
       .def_readwrite("stop_ids", &SamplingConfig::stop_ids,
                      "With a drafter: the device ends the sequence after one of them.")
       .def_readwrite("max_tokens", &SamplingConfig::max_tokens,

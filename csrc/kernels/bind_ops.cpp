@@ -188,7 +188,7 @@ void bind_shared_params(py::module_& m) {
 
   PYBIND11_NUMPY_DTYPE(SlotSampling, temperature, top_p, min_p, top_k, seed, stream,
                        repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
-                       use_bias, num_logprobs);
+                       use_bias, num_logprobs, names_logprobs, logprob_ids);
   PYBIND11_NUMPY_DTYPE(TokenLogprobs, logprob, top_ids, top_logprobs);
   PYBIND11_NUMPY_DTYPE(TokenCandidates, num, ids, logprobs);
   PYBIND11_NUMPY_DTYPE(InnerCounts, steps, tokens);

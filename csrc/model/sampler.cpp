@@ -87,6 +87,14 @@ void Sampler::check(const SamplingConfig& config) const {
         config.presence_penalty, config.frequency_penalty);
   CHECK(config.logprobs >= -1 && config.logprobs <= kMaxLogprobs,
         "logprobs is {}, expected -1 (none) to {}", config.logprobs, kMaxLogprobs);
+  CHECK(config.logprob_ids.empty() ||
+            config.logprob_ids.size() == static_cast<size_t>(config.logprobs),
+        "logprob_ids has {} tokens, expected as many as logprobs, which is {}",
+        config.logprob_ids.size(), config.logprobs);
+  for (const int id : config.logprob_ids) {
+    CHECK(id >= 0 && id < vocab_size_, "logprob_ids names token {}, expected 0 to {}", id,
+          vocab_size_ - 1);
+  }
   for (const auto& [id, value] : config.logit_bias) {
     CHECK(id >= 0 && id < vocab_size_, "logit_bias names token {}, expected 0 to {}", id,
           vocab_size_ - 1);
@@ -102,18 +110,21 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
                              config.frequency_penalty != 0;
   const bool use_bias = !config.logit_bias.empty();
   const bool greedy = verification_.strategy == VerifyStrategy::kGreedy;
-  sampling_staging_[slot] = {.temperature = greedy ? 0 : config.temperature,
-                             .top_p = config.top_p,
-                             .min_p = config.min_p,
-                             .top_k = config.top_k,
-                             .seed = config.seed,
-                             .stream = config.stream,
-                             .repetition_penalty = config.repetition_penalty,
-                             .presence_penalty = config.presence_penalty,
-                             .frequency_penalty = config.frequency_penalty,
-                             .use_penalties = use_penalties,
-                             .use_bias = use_bias,
-                             .num_logprobs = config.logprobs};
+  SlotSampling& sampling = sampling_staging_[slot];
+  sampling = {.temperature = greedy ? 0 : config.temperature,
+              .top_p = config.top_p,
+              .min_p = config.min_p,
+              .top_k = config.top_k,
+              .seed = config.seed,
+              .stream = config.stream,
+              .repetition_penalty = config.repetition_penalty,
+              .presence_penalty = config.presence_penalty,
+              .frequency_penalty = config.frequency_penalty,
+              .use_penalties = use_penalties,
+              .use_bias = use_bias,
+              .num_logprobs = config.logprobs,
+              .names_logprobs = !config.logprob_ids.empty()};
+  std::copy(config.logprob_ids.begin(), config.logprob_ids.end(), sampling.logprob_ids);
   copy_to_device(ctx.device, sampling_ + slot, sampling_staging_ + slot, sizeof(SlotSampling),
                  ctx.stream);
   const int num_ids = use_penalties ? static_cast<int>(ids.size()) : 0;

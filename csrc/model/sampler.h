@@ -25,6 +25,7 @@ struct SamplingConfig {
   float frequency_penalty = 0;
   std::vector<std::pair<int, float>> logit_bias;
   int logprobs = -1;
+  std::vector<int> logprob_ids;  // the tokens whose log-probabilities are wanted, instead
   // Where the device ends the sequence. Used with a drafter; the host finds the same stops later.
   std::vector<int> stop_ids;
   int max_tokens = 1 << 30;

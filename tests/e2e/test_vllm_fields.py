@@ -174,6 +174,44 @@ def test_flags_of_log_probabilities(behind_a_proxy):
         chat(client, logprobs=True, top_logprobs=4)
 
 
+def test_named_tokens_in_place_of_the_likeliest(client):
+    """Their log-probabilities are those that all of the likeliest tokens have, too."""
+    body = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    first = complete(client, logprobs=20, **body).choices[0]
+    top = first.logprobs.top_logprobs[0]
+    ids = [int(name.split(":")[1]) for name in list(top)[12:15]] + [first.token_ids[0]]
+    found = complete(client, logprobs=1, logprob_token_ids=ids, **body).choices[0]
+    assert found.token_ids == first.token_ids  # with a draft
+    for values in found.logprobs.top_logprobs[:3]:
+        assert set(values) >= {f"token_id:{token}" for token in ids}
+    for name, value in found.logprobs.top_logprobs[0].items():
+        assert value == pytest.approx(top[name], abs=1e-4)
+    scored = chat(client, logprobs=True, top_logprobs=-1, **body).choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 20 for entry in scored)
+    names = [entry.token for entry in scored[1].top_logprobs]
+    ids = [int(name.split(":")[1]) for name in names[5:7]]
+    named = chat(client, logprobs=True, logprob_token_ids=ids, **body).choices[0].logprobs.content
+    assert [entry.token for entry in named] == [entry.token for entry in scored]
+    assert [entry.token for entry in named[1].top_logprobs] == [named[1].token, *names[5:7]]
+    for entry, same in zip(named[1].top_logprobs[1:], scored[1].top_logprobs[5:7]):
+        assert entry.logprob == pytest.approx(same.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprob_token_ids": [1]}, "need logprobs"),
+        ({"logprob_token_ids": [1 << 30], "logprobs": 1}, "logprob_token_ids names token"),
+        ({"logprob_token_ids": [-1], "logprobs": 1}, "-1"),
+        ({"logprob_token_ids": [1] * 21, "logprobs": 1}, "logprob_token_ids"),
+    ],
+)
+def test_wrong_named_tokens(client, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        complete(client, **fields)
+    assert caught.value.param.startswith("logprob_token_ids")
+
+
 def test_tokens_with_equal_text_have_distinct_names(scripted):
     """Tokens that are parts of characters are written as bytes, each under a unique name."""
     reply = scripted.client().completions.create(

@@ -467,6 +467,24 @@ def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_logprobs_of_named_tokens(device: str, vocab_size: int) -> None:
+    """In the order in which the slot names them; other slots have their likeliest ones."""
+    named = np.random.default_rng(1).integers(0, vocab_size, 20).astype(np.int32)
+    slots = slots_of(*({"num_logprobs": n} for n in (1, 7, 20, 5)))
+    slots["names_logprobs"] = [1, 1, 1, 0]
+    slots["logprob_ids"][:3] = named
+    logits = random_logits(4, vocab_size)
+    _, logprobs = sample(device, logits, slots, token_slots=[3, 2, 1, 0])
+    for row, (result, count) in enumerate(zip(logprobs, (5, 20, 7, 1))):
+        expected = reference.log_softmax(logits[row])
+        ids = named[:count] if row else np.argsort(-logits[row], kind="stable")[:count]
+        count = len(ids)
+        assert result["top_ids"][:count].tolist() == ids.tolist()
+        assert np.allclose(result["top_logprobs"][:count], expected[ids], atol=1e-4)
+
+
+@on_devices
 def test_equal_logprobs_are_ordered_by_id(device: str) -> None:
     z = np.array([[0, 3, 1, 3, 1, 1, -np.inf, -np.inf, 3, 1.0]])
     _, logprobs = sample(device, z, slots_of({"num_logprobs": 9}))

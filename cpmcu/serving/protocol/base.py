@@ -88,7 +88,6 @@ _REASONS = {
     "thinking_budget": "thinking_token_budget limits the reasoning of chats and responses",
     "thinking_token_budget": "a text has no reasoning apart from its content",
     "post_sampling_probs": "log-probabilities are the model's, before sampling",
-    "logprob_token_ids": "only the likeliest tokens have log-probabilities; ask for top_logprobs",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
 
@@ -252,6 +251,11 @@ class GenerationRequest(SamplingRequest):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="The end that truncate_prompt_tokens cuts; default: left"
     )
+    logprob_token_ids: Items[int] | None = Field(
+        None,
+        max_length=MAX_LOGPROBS,
+        description="With logprobs: report these tokens in place of the likeliest",
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name the tokens of log-probabilities token_id:N"
     )
@@ -332,6 +336,11 @@ class GenerationRequest(SamplingRequest):
         return most if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
+    def wants_logprobs(self) -> bool:
+        """True if the tokens of the output must have log-probabilities."""
+        return False
+
+    @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
         raise NotImplementedError
@@ -351,6 +360,8 @@ class GenerationRequest(SamplingRequest):
 
         Raises ApiError (400) for errors that the types of the fields do not catch.
         """
+        if self.logprob_token_ids and not self.wants_logprobs:
+            raise refused("logprob_token_ids", "logprob_token_ids need logprobs.")
         if self.best_of not in (None, self.num_choices):
             raise refused("best_of", "best_of is not supported unless it equals n.")
         return {
@@ -370,6 +381,7 @@ class GenerationRequest(SamplingRequest):
             "logit_bias": self._bias(),
             "skip_special_tokens": self.skip_special_tokens,
             "allowed_token_ids": self.allowed_token_ids or None,
+            "logprob_token_ids": self.logprob_token_ids or None,
             "bad_words": tuple(self.bad_words or ()),
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",

@@ -163,7 +163,7 @@ class ChatRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1, description="Default: up to the context length")
     max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens")
     logprobs: Annotated[bool | None, BeforeValidator(_switch)] = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS, description="-1: most")
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
@@ -199,6 +199,12 @@ class ChatRequest(GenerationRequest):
             kwargs = self.chat_template_kwargs or {}
             self.chat_template_kwargs = {"enable_thinking": False, **kwargs}
         return self
+
+    def num_logprobs(self, most: int) -> int | None:
+        """Likeliest tokens for each token of the answer; None: no log-probabilities."""
+        if not self.logprobs:
+            return None
+        return most if self.top_logprobs == -1 else self.top_logprobs or 0
 
     def check(self) -> None:
         """Raises ApiError (400) for an invalid combination of fields."""
@@ -265,6 +271,11 @@ class ChatRequest(GenerationRequest):
     def text_length(self) -> int:
         """Characters of all messages together."""
         return text_length(self.messages)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the tokens of the answer must have log-probabilities."""
+        return bool(self.logprobs)
 
     @property
     def token_limit(self) -> int | None:

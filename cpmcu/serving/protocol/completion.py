@@ -44,6 +44,11 @@ class CompletionRequest(GenerationRequest):
             )
 
     @property
+    def wants_logprobs(self) -> bool:
+        """True if the tokens of the text must have log-probabilities."""
+        return self.logprobs is not None
+
+    @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens

@@ -179,7 +179,12 @@ class ChatReply:
             choice["token_ids"] = item.token_ids
 
     def _logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return entries(self._job.texts, scores, as_ids=self._reply.tokens_as_ids)
+        return entries(
+            self._job.texts,
+            scores,
+            as_ids=self._reply.tokens_as_ids,
+            with_chosen=bool(self._body.logprob_token_ids),
+        )
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:

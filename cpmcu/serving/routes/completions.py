@@ -123,7 +123,7 @@ class _Completion:
         self._logprobs = [
             Logprobs(
                 job.model.llm.token_texts,
-                body.logprobs,
+                len(body.logprob_token_ids or ()) or body.logprobs,
                 echo=job.prompt_texts[number // body.num_choices] if body.echo else "",
                 num_echoed=len(self._prompt(number)) if body.echo else 0,
                 skip_special=body.skip_special_tokens,

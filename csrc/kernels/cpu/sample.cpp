@@ -27,8 +27,8 @@ bool is_sound(const float* z, int vocab_size) {
 float largest(const float* z, int vocab_size) { return *std::max_element(z, z + vocab_size); }
 
 // Also those of `candidates`, unless it is null.
-void write_logprobs(const float* z, int vocab_size, int token, int num_top, TokenLogprobs& out,
-                    TokenCandidates* candidates) {
+void write_logprobs(const float* z, int vocab_size, int token, const SlotSampling& s,
+                    TokenLogprobs& out, TokenCandidates* candidates) {
   const float maximum = largest(z, vocab_size);
   double sum = 0;
   if (maximum > -kInfinity) {
@@ -43,7 +43,15 @@ void write_logprobs(const float* z, int vocab_size, int token, int num_top, Toke
     candidates->logprobs[i] = id == kNoToken ? -kInfinity : logprob(id);
   }
 
-  num_top = std::min({num_top, vocab_size, kMaxLogprobs});
+  int num_top = std::min(s.num_logprobs, kMaxLogprobs);
+  if (s.names_logprobs) {
+    for (int i = 0; i < num_top; ++i) {
+      out.top_ids[i] = s.logprob_ids[i];
+      out.top_logprobs[i] = logprob(s.logprob_ids[i]);
+    }
+    return;
+  }
+  num_top = std::min(num_top, vocab_size);
   thread_local std::vector<int> ids;
   ids.resize(vocab_size);
   std::iota(ids.begin(), ids.end(), 0);
@@ -229,7 +237,7 @@ void sample(const Context&, const SampleParams& p) {
     p.tokens[row] = token;
     if (candidates != nullptr) write_candidates(z, vocab_size, least, s, *candidates);
     if (s.num_logprobs >= 0) {
-      write_logprobs(raw.data(), vocab_size, token, s.num_logprobs, p.logprobs[row], candidates);
+      write_logprobs(raw.data(), vocab_size, token, s, p.logprobs[row], candidates);
     }
   }
 }

@@ -88,6 +88,7 @@ struct RowSampler {
   const float* logits;             // [V]
   const int* counts;               // [V]
   const float* bias;               // [V]
+  const int* logprob_ids;          // [kMaxLogprobs]; read from memory: `s` is in registers
   const uint32_t* mask = nullptr;  // [num_mask_words(V)] or null
   int buffer = 0;                  // which of the two exchange buffers is free
   float least = -kInfinity;        // the smallest logit that passes top-k and top-p, after draw
@@ -98,6 +99,7 @@ struct RowSampler {
     logits = args.logits + int64_t{row} * args.vocab_size;
     counts = args.counts + slot * args.vocab_size;
     bias = args.bias + slot * args.vocab_size;
+    logprob_ids = args.sampling[slot].logprob_ids;
     const int mask_row = args.mask_rows ? args.mask_rows[row] : -1;
     if (mask_row >= 0) mask = args.masks + int64_t{mask_row} * num_mask_words(args.vocab_size);
     if (s.use_penalties) find_path(row);
@@ -457,7 +459,14 @@ struct RowSampler {
         candidates->logprobs[i] = id == kNoToken ? -kInfinity : logprob_of(logits[id]);
       }
     }
-    const int num_top = min(min(s.num_logprobs, args.vocab_size), kMaxLogprobs);
+    const int num_named = s.names_logprobs && writes ? min(s.num_logprobs, kMaxLogprobs) : 0;
+    for (int i = 0; i < num_named; ++i) {
+      const int id = logprob_ids[i];
+      out.top_ids[i] = id;
+      out.top_logprobs[i] = logprob_of(logits[id]);
+    }
+    const int num_top =
+        s.names_logprobs ? 0 : min(min(s.num_logprobs, args.vocab_size), kMaxLogprobs);
     for (int i = 0; i < num_top; ++i) {
       if (i > 0) key = find_next(key);
       if (!writes) continue;

@@ -20,7 +20,8 @@
 // if a raw logit is NaN or +inf, or if the row has no mask and all its logits are -inf. Its
 // log-probabilities are then not written.
 //
-// Log-probabilities are those of the raw logits, before penalties, mask and temperature.
+// Log-probabilities are those of the raw logits, before penalties, mask and temperature. A slot may
+// name the tokens that it wants them of.
 //
 // The candidates of a row are its most likely tokens after penalties, bias and mask. Lossy
 // verification accepts them (docs/speculation.md).
@@ -48,7 +49,9 @@ struct SlotSampling {
   float frequency_penalty = 0;
   int use_penalties = 0;  // any of the three penalties is on
   int use_bias = 0;
-  int num_logprobs = -1;  // -1: no log-probabilities
+  int num_logprobs = -1;   // -1: no log-probabilities
+  int names_logprobs = 0;  // they are those of logprob_ids, not of the most likely tokens
+  int logprob_ids[kMaxLogprobs] = {};
 };
 
 struct TokenLogprobs {
