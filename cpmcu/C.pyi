@@ -341,7 +341,7 @@ class Engine:
         `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
         and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
         multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
-        takes pages for the others, and `load_pages` fills them."""
+        takes pages for the others, and `pages.load` fills them."""
 
     def release(self, slot: int) -> None:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
@@ -349,66 +349,15 @@ class Engine:
     def vacate(self, slot: int) -> None:
         """Gives the pages of a slot without steps in flight back, but keeps its sequence.
 
-        Before its next step, `reserve` takes as many pages again and `load_pages` fills them."""
+        Before its next step, `reserve` takes as many pages again and `pages.load` fills them."""
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
         Waits for the steps in flight if they are the last that read the pages it needs."""
 
-    def slot_pages(self, slot: int) -> list[int]:
-        """The pages of a slot, in order."""
-
-    def take_pages(self, most: int) -> list[int]:
-        """Up to `most` free pages, each with one owner; `drop_pages` gives them back."""
-
-    def hold_pages(self, pages: collections.abc.Sequence[int]) -> None:
-        """One more owner of pages that have one."""
-
-    def drop_pages(self, pages: collections.abc.Sequence[int]) -> None:
-        """One owner less."""
-
-    def save_pages(
-        self,
-        pages: collections.abc.Sequence[int],
-        to: HostBlocks,
-        blocks: collections.abc.Sequence[int],
-    ) -> None:
-        """Copies pages into host blocks, behind the steps so far; does not wait."""
-
-    def load_pages(
-        self,
-        pages: collections.abc.Sequence[int],
-        source: HostBlocks,
-        blocks: collections.abc.Sequence[int],
-    ) -> None:
-        """Copies host blocks into pages, before the steps to come; does not wait."""
-
-    def save_slot(self, slot: int, to: HostBlocks, block: int) -> None:
-        """Copies a slot's per-slot state into a host block; does not wait."""
-
-    def load_slot(self, slot: int, source: HostBlocks, block: int) -> None:
-        """The other way round."""
-
-    def wait_for_copies(self) -> None:
-        """Waits for all copies and steps that were enqueued."""
-
     @property
-    def has_copies(self) -> bool:
-        """Were copies enqueued since the last wait for them?"""
-
-    @property
-    def num_rewritten(self) -> int:
-        """Last tokens of a sequence whose entries a later step may write."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all models' planes."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot's per-slot state; 0: the models have none."""
-
+    def pages(self) -> Pages: ...
     def prefill(
         self,
         items: collections.abc.Sequence[tuple[int, collections.abc.Sequence[int], bool]],
@@ -504,6 +453,10 @@ class Engine:
         """Most tokens that a decode step emits for a sequence."""
 
     @property
+    def num_rewritten(self) -> int:
+        """Last tokens of a sequence whose entries a later step may write."""
+
+    @property
     def launch_ahead(self) -> int:
         """Decode steps worth having in flight: 2 on CUDA, 1 on the CPU."""
 
@@ -529,6 +482,58 @@ class HostBlocks:
 
     def view(self, block: int) -> memoryview:
         """The bytes of a block, writable."""
+
+class Pages:
+    """Owners of an engine's pages, and copies in host memory."""
+
+    def of_slot(self, slot: int) -> list[int]:
+        """The pages of a slot, in order."""
+
+    def take(self, most: int) -> list[int]:
+        """Up to `most` free pages, each with one owner; `drop` gives them back."""
+
+    def hold(self, pages: collections.abc.Sequence[int]) -> None:
+        """One more owner of pages that have one."""
+
+    def drop(self, pages: collections.abc.Sequence[int]) -> None:
+        """One owner less."""
+
+    def save(
+        self,
+        pages: collections.abc.Sequence[int],
+        to: HostBlocks,
+        blocks: collections.abc.Sequence[int],
+    ) -> None:
+        """Copies pages into host blocks, behind the steps so far; does not wait."""
+
+    def load(
+        self,
+        pages: collections.abc.Sequence[int],
+        source: HostBlocks,
+        blocks: collections.abc.Sequence[int],
+    ) -> None:
+        """Copies host blocks into pages, before the steps to come; does not wait."""
+
+    def save_slot(self, slot: int, to: HostBlocks, block: int) -> None:
+        """Copies a slot's per-slot state into a host block; does not wait."""
+
+    def load_slot(self, slot: int, source: HostBlocks, block: int) -> None:
+        """The other way round."""
+
+    def wait_for_copies(self) -> None:
+        """Waits for all copies and steps that were enqueued."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Were copies enqueued since the last wait for them?"""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all models' planes."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's per-slot state; 0: the models have none."""
 
 def ceilings(device: str, index: int = 0) -> dict[str, float]:
     """Measures read_bytes_per_second and host_to_device_bytes_per_second of "cpu" or "cuda"."""

@@ -64,7 +64,7 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
     planes = [row["bytes"] for row in rows if row["group"] == "kv"]
     num_planes = 2 if spec.fp8_kv_cache else 1  # keys and values; their scales
-    num_pages = sum(planes) // engine.page_bytes  # with those of idle slots
+    num_pages = sum(planes) // engine.pages.page_bytes  # with those of idle slots
     page_bytes = sum(planes[:num_planes]) // num_pages
     blocks: list[Any] = [block for layer in spec.layers for block in layer]
     states = sum(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cpmcu.engine.bad_words import BadWords
     from cpmcu.engine.grammar import GrammarState, Words
     from cpmcu.engine.min_tokens import MinTokens
-    from cpmcu.engine.prefix.cache import Prefix
+    from cpmcu.engine.prefix.base import Prefix
     from cpmcu.engine.thinking_budget import ThinkingBudget
     from cpmcu.spec_metrics import AcceptanceCounter
 

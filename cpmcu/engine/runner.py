@@ -20,7 +20,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmcu.engine.chooser import ShapeChooser
-from cpmcu.engine.prefix.cache import CacheCounters, PrefixCache
+from cpmcu.engine.pages import Leases
+from cpmcu.engine.prefix.base import CacheCounters, PageCache
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
@@ -63,14 +64,13 @@ class Runner:
         *,
         page_size: int,
         shapes: PySequence[Shape] = (),
-        cache: PrefixCache | None = None,
+        cache: PageCache | None = None,
         prefill_seconds: float = 0.04,
         draft_depth: int | None = None,
-        swap_bytes: int = 0,
     ) -> None:
-        """`prefill_seconds`: most time of a prefill pass while other sequences decode.
+        """`cache`: None is a cache that holds nothing, without swap space.
 
-        `swap_bytes`: most host memory of sequences that wait for pages.
+        `prefill_seconds`: most time of a prefill pass while other sequences decode.
 
         `draft_depth`: tokens of the longest drafted path; None: the engine's tokens of a step but
         one. MTP modules compute more tokens again than a step emits.
@@ -79,18 +79,16 @@ class Runner:
         self._chooser = ShapeChooser(shapes) if shapes else None
         self._collected = 0.0  # time.perf_counter() at the end of the last step
         self.draft_depth = engine.tokens_per_step - 1 if draft_depth is None else draft_depth
-        self._cache = cache
-        self._cache_busy = False  # it must be called again soon
-        self._cache_counters: CacheCounters | None = None if cache is None else CacheCounters()
+        self._leases = Leases(engine, page_size, cache or PageCache(engine, page_size))
+        self._copies_run = False  # the leases must be called again soon
+        self._cache_counters = self._leases.snapshot()
         self._launched = self._taken = 0  # steps, and of these collected ones
-        self._scheduler = Scheduler(
-            engine, page_size, engine.tokens_per_step, cache, prefill_seconds, swap_bytes
-        )
+        self._scheduler = Scheduler(engine, self._leases, engine.tokens_per_step, prefill_seconds)
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
         self._page_size = page_size
         self._step_tokens = StepTokens()
-        self._free_pages = engine.num_free_pages  # as of the last iteration; any thread may read
+        self._free_pages = self._leases.num_spare  # as of the last iteration; any thread may read
         self._in_flight: deque[Step] = deque()
         self._inbox: deque[Request] = deque()
         self._calls: deque[tuple[Callable[[C.Engine], Any], Future[Any]]] = deque()
@@ -182,9 +180,7 @@ class Runner:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prompts. Raises as `call` does."""
-        cache = self._cache
-        if cache is not None:
-            self.call(lambda engine: cache.reset())
+        self.call(lambda engine: self._leases.reset_cache())
 
     def close(self) -> None:
         """Aborts running requests, joins the thread, frees the engine. May be called repeatedly."""
@@ -221,7 +217,7 @@ class Runner:
                     or self._inbox
                     or self._calls
                     or self._in_flight
-                    or self._cache_busy
+                    or self._copies_run
                     or self._scheduler.has_work
                 )
             )
@@ -241,13 +237,11 @@ class Runner:
             self._launch(step)
         if self._in_flight:
             self._collect()
-        self._free_pages = self._live.num_free_pages
-        if self._cache is not None:
-            self._free_pages += self._cache.num_idle_pages
-            self._cache_busy = self._cache.tick(self._launched, self._taken)
-            self._cache_counters = self._cache.snapshot()
-            if self._cache_busy and not self._in_flight:
-                self._cache.wait(DISK_PAUSE)
+        self._free_pages = self._leases.num_spare
+        self._copies_run = self._leases.tick(self._launched, self._taken)
+        self._cache_counters = self._leases.snapshot()
+        if self._copies_run and not self._in_flight:
+            self._leases.wait(DISK_PAUSE)
 
     @property
     def _live(self) -> C.Engine:
@@ -270,7 +264,8 @@ class Runner:
                 self._live.prefill(step.chunks, *masks, skip_draft=skip)
             else:
                 self._live.prefill(step.chunks, skip_draft=skip)
-            self._checkpoint(step)
+            for sequence in step.sequences:
+                sequence.lease.sent(sequence.sent)
         elif any(sequence.request.is_masked for sequence in step.sequences):
             trees = self._live.begin_masked(slots, step.shape)
             self._live.end_masked(*self._masks(step.sequences, trees))
@@ -278,14 +273,6 @@ class Runner:
             self._live.decode(slots, step.shape)
         self._in_flight.append(step)
         self._launched += 1
-
-    def _checkpoint(self, step: Step) -> None:
-        """Keeps per-slot state for the prefix cache, behind the chunks of a step."""
-        if self._cache is None or not self._cache.has_states:
-            return
-        for sequence in step.sequences:
-            if sequence.prefix is not None and sequence.sent % self._page_size == 0:
-                self._cache.checkpoint(sequence.prefix, sequence.slot, sequence.sent)
 
     def _score(self, step: Step, targets: list[int]) -> None:
         assert step.chunks is not None
@@ -338,8 +325,8 @@ class Runner:
             sequence.in_flight -= emits
             if sequence.released:  # it ended while this step was in flight
                 continue
-            if self._cache is not None and sequence.prefix is not None and step.chunks is not None:
-                self._cache.publish(sequence.prefix, sequence.slot, sequence.read)
+            if step.chunks is not None:
+                sequence.lease.wrote(sequence.read)
             if emits and sequence.slot in outputs and not sequence.request.done:
                 self._accept(sequence.request, outputs[sequence.slot], step)
             if sequence.request.done:
@@ -424,19 +411,18 @@ class Runner:
             future.set_exception(RuntimeError("the engine is closed"))
         self._in_flight.clear()
         self._close_memory()
-        self._cache = None
+        self._scheduler.close()
+        del self._leases
         self._engine = None
 
     def _close_memory(self) -> None:
         """Frees the host memory, and writes what the disk is to keep."""
         try:
             if self._broken is None:
-                self._live.wait_for_copies()
-            if self._cache is not None:
-                self._cache.close()
+                self._live.pages.wait_for_copies()
+            self._leases.close()
         except Exception as error:
             logger.error("the prefix cache could not be closed: %s", error)
-        self._scheduler.close()
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:

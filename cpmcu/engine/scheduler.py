@@ -25,12 +25,10 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cpmcu.engine.prefix.cache import Prefix, PrefixCache
-from cpmcu.engine.prefix.index import Entry
+from cpmcu.engine.pages import Found, Lease, Leases
 from cpmcu.engine.prompt_passes import PassTimes, divide
 from cpmcu.engine.request import Request
 from cpmcu.engine.shapes import Shape
-from cpmcu.engine.swap_space import SwapSpace
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -45,14 +43,17 @@ class Sequence:
     """A request that holds a slot."""
 
     request: Request
-    slot: int
+    lease: Lease
     tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
     sent: int = 0  # tokens of launched prefill steps, cached ones included
     read: int = 0  # tokens of completed prefill steps, cached ones included
     in_flight: int = 0  # launched steps that will emit tokens of this sequence
-    prefix: Prefix | None = None  # with a prefix cache
     released: bool = False  # it holds the slot no longer
-    swapped: list[int] = dataclasses.field(default_factory=list)  # its pages in the swap space
+
+    @property
+    def slot(self) -> int:
+        """Its slot of the engine."""
+        return self.lease.slot
 
     @property
     def rest(self) -> int:
@@ -87,17 +88,13 @@ class Scheduler:
     def __init__(
         self,
         engine: C.Engine,
-        page_size: int,
+        leases: Leases,
         tokens_per_step: int = 1,
-        cache: PrefixCache | None = None,
         prefill_seconds: float = 0.04,
-        swap_bytes: int = 0,
     ) -> None:
         self._engine = engine
-        self._cache = cache
-        self._swap = SwapSpace(engine, swap_bytes)
+        self._leases = leases
         self.pass_times = PassTimes(prefill_seconds)
-        self._page_size = page_size
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
         self._full = False  # the next request waits for pages
@@ -111,7 +108,7 @@ class Scheduler:
     @property
     def max_length(self) -> int:
         """Tokens, prompt and output, that one sequence can have."""
-        return min(self._engine.max_model_len, self._engine.num_pages * self._page_size)
+        return min(self._engine.max_model_len, self._engine.num_pages * self._leases.page_size)
 
     @property
     def has_work(self) -> bool:
@@ -145,16 +142,13 @@ class Scheduler:
         for request in list(itertools.islice(self.waiting, MOST_PASSED_OVER)):
             if self._blocked or self._full or len(self.active) >= self._engine.max_num_seqs:
                 return
-            tokens = request.prompt + request.tokens
-            if self._still_waits(request):
+            found = self._leases.look_up(request)
+            if found is None:
                 continue
-            prefix, matched = self._look_up(request, tokens)
-            if self._must_wait(prefix, matched, len(tokens)):
-                continue
-            if self.active and self._pages_of(matched, len(tokens)) > self._num_spare() - 1:
+            if self.active and self._leases.num_new(found) > self._leases.num_spare - 1:
                 return
             self.waiting.remove(request)
-            self._begin(request, tokens, prefix, matched)
+            self._begin(request, found)
 
     def next_step(self, *, idle: bool) -> Step | None:
         """The next step to launch, or None. `idle`: no step is in flight."""
@@ -175,46 +169,31 @@ class Scheduler:
         """Gives a sequence's slot and pages back."""
         if sequence in self.swapped:
             self.swapped.remove(sequence)
-            self._swap.forget(sequence.swapped)
         else:
             self.active.remove(sequence)
         sequence.released = True
         self._blocked = self._full = False
-        self._end_prefix(sequence)
-        self._engine.release(sequence.slot)
+        sequence.lease.end(sequence.read)
 
     def close(self) -> None:
         """Forgets everything, the engine as well."""
         self.waiting.clear()
         self.active.clear()
         self.swapped.clear()
-        self._swap.close()
-        del self._swap, self._engine
+        del self._leases, self._engine
 
-    def _begin(
-        self, request: Request, tokens: list[int], prefix: Prefix | None, matched: list[Entry]
-    ) -> None:
-        request.lookup = None
-        pages: list[int] = []
-        cached = 0
-        if prefix is not None and self._cache is not None:
-            pages, cached = self._cache.begin(prefix, matched, len(tokens))
+    def _begin(self, request: Request, found: Found) -> None:
         try:
-            slot = self._engine.add_sequence(
-                request.sampling, request.prompt, request.tokens, pages, cached
-            )
+            lease = self._leases.begin(request, found)
         except Exception as error:  # caused by this request alone
-            if prefix is not None and self._cache is not None:
-                self._cache.release(prefix)
             request.fail(error)
             return
-        self._start(Sequence(request, slot, tokens, cached, cached, prefix=prefix))
+        self._start(Sequence(request, lease, found.tokens, lease.cached, lease.cached))
 
     def _start(self, sequence: Sequence) -> None:
         self.active.append(sequence)
-        if self._reserve(sequence.slot, len(sequence.tokens)):
-            if self._cache is not None and sequence.prefix is not None:
-                self._cache.restore(sequence.prefix, sequence.slot, len(sequence.tokens))
+        if sequence.lease.reserve(len(sequence.tokens)):
+            sequence.lease.restore()
             sequence.request.start(sequence.read)
             if sequence.unread == 0:  # a prompt of one token, without any score
                 sequence.request.end_scored()
@@ -229,74 +208,23 @@ class Scheduler:
         sequence.request.fail(
             RuntimeError(
                 f"the prompt has {len(sequence.tokens)} tokens, but the engine has only {free} "
-                f"free pages of {self._page_size} tokens"
+                f"free pages of {self._leases.page_size} tokens"
             )
         )
         self.release(sequence)
-
-    def _end_prefix(self, sequence: Sequence) -> None:
-        """The cache keeps what it may of a sequence that leaves its pages."""
-        if self._cache is not None and sequence.prefix is not None:
-            self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
-        sequence.prefix = None
 
     def _resume(self) -> None:
         """Gives swapped sequences their pages back, the oldest first, while pages last."""
         while self.swapped and not self._blocked:
             sequence = self.swapped[0]
-            if self.active and len(sequence.swapped) > self._num_spare() - 1:
+            if self.active and sequence.lease.num_swapped > self._leases.num_spare - 1:
                 return
-            if not self._reserve(sequence.slot, self._needed(sequence)):
+            if not sequence.lease.swap_in(self._needed(sequence)):
                 if not self.active:
                     self._end_without_pages(sequence)
                     continue
                 return
-            self._swap.load(sequence.slot, sequence.swapped)
-            sequence.swapped = []
             self.active.append(self.swapped.popleft())
-
-    def _look_up(self, request: Request, tokens: list[int]) -> tuple[Prefix | None, list[Entry]]:
-        """The request's keys and its cached pages.
-
-        If prompt scores are requested, no page is reused.
-        """
-        if self._cache is None:
-            return None, []
-        if request.lookup is None:
-            request.lookup = self._cache.prefix_of(tokens, request.cache_salt)
-        if request.num_prompt_logprobs is not None and not request.tokens:
-            return request.lookup, []
-        return request.lookup, self._cache.match(request.lookup, len(tokens))
-
-    def _still_waits(self, request: Request) -> bool:
-        """A cheap check for a request that had to wait when it was last looked up."""
-        if self._cache is None or request.lookup is None:
-            return False
-        return self._cache.still_waits(request.lookup)
-
-    def _must_wait(self, prefix: Prefix | None, matched: list[Entry], num_tokens: int) -> bool:
-        """Will more of the request's prefix be cached soon?"""
-        if prefix is None or self._cache is None:
-            return False
-        return self._cache.must_wait(prefix, matched, num_tokens)
-
-    def _num_spare(self) -> int:
-        """Pages that are free or can be evicted."""
-        idle = 0 if self._cache is None else self._cache.num_idle_pages
-        return self._engine.num_free_pages + idle
-
-    def _pages_of(self, matched: list[Entry], num_tokens: int) -> int:
-        """Spare pages that a sequence needs to begin."""
-        if self._cache is None:
-            return -(-num_tokens // self._page_size)
-        return self._cache.num_new_pages(matched, num_tokens)
-
-    def _reserve(self, slot: int, num_tokens: int) -> bool:
-        """Takes pages for a slot. If too few are free, evicts idle pages of the cache."""
-        while not self._engine.reserve(slot, num_tokens):
-            if self._cache is None or not self._cache.make_room(slot, num_tokens):
-                return False
-        return True
 
     def _prefill(self) -> Step | None:
         unread = [sequence for sequence in self.active if sequence.unread > 0]
@@ -310,12 +238,14 @@ class Scheduler:
         self._score_next = True
         chunks: list[tuple[int, list[int], bool]] = []
         step = Step([], chunks)
-        for sequence, share in zip(others, divide([s.rest for s in others], room, self._unit)):
-            take = self._chunk_of(sequence, share) if share > 0 else 0
-            if take == 0:
+        shares = divide([s.rest for s in others], room, self._leases.chunk_unit)
+        for sequence, share in zip(others, shares):
+            begin = sequence.sent
+            end = sequence.lease.chunk_end(begin, begin + share) if share > 0 else begin
+            if end == begin:
                 continue
-            chunk = sequence.tokens[sequence.sent : sequence.sent + take]
-            sequence.sent += take
+            chunk = sequence.tokens[begin:end]
+            sequence.sent = end
             sequence.in_flight += sequence.rest == 0
             step.sequences.append(sequence)
             chunks.append((sequence.slot, chunk, sequence.rest == 0))
@@ -326,20 +256,6 @@ class Scheduler:
         most = self._engine.chunk_length
         decoding = any(s.rest == 0 and self._may_decode(s) for s in self.active)
         return min(most, self.pass_times.room()) if decoding else most
-
-    @property
-    def _unit(self) -> int:
-        """Chunks have whole units of tokens, except the last one of a prompt."""
-        pages = self._cache is not None and self._cache.has_states
-        return self._page_size if pages and self._engine.chunk_length >= self._page_size else 1
-
-    def _chunk_of(self, sequence: Sequence, take: int) -> int:
-        """Number of tokens of a chunk, at most `take`: the cache may want it to end earlier."""
-        if sequence.prefix is None or self._cache is None:
-            return take
-        begin = sequence.sent
-        end = self._cache.chunk_end(sequence.prefix, begin, begin + take, len(sequence.tokens))
-        return end - begin
 
     def _score(self, sequence: Sequence, take: int) -> Step:
         """A separate step for a chunk whose next tokens' log-probabilities are requested."""
@@ -356,7 +272,7 @@ class Scheduler:
         for sequence in self.active:
             if sequence.rest > 0 or not self._may_decode(sequence):
                 continue
-            if self._reserve(sequence.slot, self._needed(sequence)):
+            if sequence.lease.reserve(self._needed(sequence)):
                 ready.append(sequence)
             else:
                 self._blocked = True
@@ -399,13 +315,10 @@ class Scheduler:
         """
         if sequence.rest > 0 or not sequence.request.tokens:
             return False
-        self._end_prefix(sequence)
-        blocks = self._swap.save(sequence.slot)
-        if blocks is None:
+        if not sequence.lease.swap_out(sequence.read):
             return False
         self.active.remove(sequence)
         self.swapped.appendleft(sequence)
-        sequence.swapped = blocks
         self._blocked = self._full = False
         return True
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class SwapSpace:
     """Pages of swapped sequences. Used by the engine thread only."""
 
-    def __init__(self, engine: C.Engine, num_bytes: int) -> None:
-        """`num_bytes`: most host memory. 0: no sequence is swapped."""
+    def __init__(self, engine: C.Engine, host: HostTier) -> None:
+        """`host`: blocks of a page. If its limit is 0, no sequence is swapped."""
         self._engine = engine
-        self._host = HostTier(engine, engine.page_bytes, num_bytes, "the swap space")
+        self._host = host
 
     def save(self, slot: int) -> list[int] | None:
         """Moves the pages of a slot, which no step in flight uses, to host memory.
@@ -30,7 +30,7 @@ class SwapSpace:
         """
         if self._host.limit == 0:
             return None
-        pages = self._engine.slot_pages(slot)
+        pages = self._engine.pages.of_slot(slot)
         if len(pages) > self._host.limit - self._host.num_used:
             return None
         blocks: list[int] = []
@@ -40,21 +40,17 @@ class SwapSpace:
                 self.forget(blocks)
                 return None
             blocks.append(block)
-        self._engine.save_pages(pages, self._host.blocks, blocks)
+        self._engine.pages.save(pages, self._host.blocks, blocks)
         self._engine.vacate(slot)
         return blocks
 
     def load(self, slot: int, blocks: list[int]) -> None:
         """Copies the pages of `blocks` to the slot, which has at least as many pages."""
-        pages = self._engine.slot_pages(slot)[: len(blocks)]
-        self._engine.load_pages(pages, self._host.blocks, blocks)
+        pages = self._engine.pages.of_slot(slot)[: len(blocks)]
+        self._engine.pages.load(pages, self._host.blocks, blocks)
         self.forget(blocks)
 
     def forget(self, blocks: list[int]) -> None:
         """The blocks are free again."""
         for block in blocks:
             self._host.give(block)
-
-    def close(self) -> None:
-        """Frees the memory. No copy may be in progress."""
-        self._host.close()

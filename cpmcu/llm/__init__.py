@@ -23,7 +23,6 @@ from cpmcu.llm.arguments import (
     wrong_params,
 )
 from cpmcu.llm.streaming import ChunkStream
-from cpmcu.loading.host_memory import swap_bytes
 from cpmcu.outputs import RequestOutput, StreamChunk, TokenLogprobs
 from cpmcu.sampling import SamplingParams, ThinkingLimit, to_engine
 from cpmcu.shipped import shipped_model
@@ -84,7 +83,7 @@ class LLM:
         with exiting.waited_for():  # importing is inside the extension, too
             from cpmcu import C  # the extension: only needed from here on
             from cpmcu.loading.loader import load_model
-            from cpmcu.loading.prefix_cache import make_prefix_cache
+            from cpmcu.loading.page_cache import make_page_cache
 
         self._before_weights = before_weights
         loaded = load_model(
@@ -106,10 +105,9 @@ class LLM:
             loaded.engine,
             page_size=C.PAGE_SIZE,
             shapes=loaded.shapes,
-            cache=make_prefix_cache(loaded, self.config),
+            cache=make_page_cache(loaded, self.config),
             prefill_seconds=self.config.max_prefill_ms / 1000,
             draft_depth=None if loaded.draft is None else loaded.draft.depth,
-            swap_bytes=swap_bytes(self.config.swap_space, is_cuda=loaded.engine.launch_ahead > 1),
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)

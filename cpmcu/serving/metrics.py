@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cpmcu.engine.prefix.cache import CacheCounters
+from cpmcu.engine.prefix.base import CacheCounters
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.engine.step_tokens import EDGES, StepTokens
 from cpmcu.outputs import CompletionOutput

@@ -262,13 +262,13 @@ void bind_sequences(EngineClass& engine) {
           `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
           and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
           multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
-          takes pages for the others, and `load_pages` fills them.)")
+          takes pages for the others, and `pages.load` fills them.)")
       .def("release", &Engine::release, py::arg("slot"), NoGil(),
            "Gives the slot and its pages back. Steps in flight for it are dropped from results.")
       .def("vacate", &Engine::vacate, py::arg("slot"), NoGil(),
            R"(Gives the pages of a slot without steps in flight back, but keeps its sequence.
 
-           Before its next step, `reserve` takes as many pages again and `load_pages` fills them.)")
+           Before its next step, `reserve` takes as many pages again and `pages.load` fills them.)")
       .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), NoGil(),
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
@@ -296,32 +296,32 @@ void bind_host_blocks(py::module_& m) {
            "The bytes of a block, writable.");
 }
 
-void bind_prefix(EngineClass& engine) {
-  engine.def("slot_pages", &Engine::slot_pages, py::arg("slot"), "The pages of a slot, in order.")
-      .def("take_pages", &Engine::take_pages, py::arg("most"), NoGil(),
-           "Up to `most` free pages, each with one owner; `drop_pages` gives them back.")
-      .def("hold_pages", &Engine::hold_pages, py::arg("pages"), NoGil(),
+void bind_pages(py::module_& m, EngineClass& engine) {
+  py::class_<Pages>(m, "Pages", "Owners of an engine's pages, and copies in host memory.")
+      .def("of_slot", &Pages::of_slot, py::arg("slot"), "The pages of a slot, in order.")
+      .def("take", &Pages::take, py::arg("most"), NoGil(),
+           "Up to `most` free pages, each with one owner; `drop` gives them back.")
+      .def("hold", &Pages::hold, py::arg("pages"), NoGil(),
            "One more owner of pages that have one.")
-      .def("drop_pages", &Engine::drop_pages, py::arg("pages"), NoGil(), "One owner less.")
-      .def("save_pages", &Engine::save_pages, py::arg("pages"), py::arg("to"), py::arg("blocks"),
-           NoGil(), "Copies pages into host blocks, behind the steps so far; does not wait.")
-      .def("load_pages", &Engine::load_pages, py::arg("pages"), py::arg("source"),
-           py::arg("blocks"), NoGil(),
+      .def("drop", &Pages::drop, py::arg("pages"), NoGil(), "One owner less.")
+      .def("save", &Pages::save, py::arg("pages"), py::arg("to"), py::arg("blocks"), NoGil(),
+           "Copies pages into host blocks, behind the steps so far; does not wait.")
+      .def("load", &Pages::load, py::arg("pages"), py::arg("source"), py::arg("blocks"), NoGil(),
            "Copies host blocks into pages, before the steps to come; does not wait.")
-      .def("save_slot", &Engine::save_slot, py::arg("slot"), py::arg("to"), py::arg("block"),
+      .def("save_slot", &Pages::save_slot, py::arg("slot"), py::arg("to"), py::arg("block"),
            NoGil(), "Copies a slot's per-slot state into a host block; does not wait.")
-      .def("load_slot", &Engine::load_slot, py::arg("slot"), py::arg("source"), py::arg("block"),
+      .def("load_slot", &Pages::load_slot, py::arg("slot"), py::arg("source"), py::arg("block"),
            NoGil(), "The other way round.")
-      .def("wait_for_copies", &Engine::wait_for_copies, NoGil(),
+      .def("wait_for_copies", &Pages::wait_for_copies, NoGil(),
            "Waits for all copies and steps that were enqueued.")
-      .def_property_readonly("has_copies", &Engine::has_copies,
+      .def_property_readonly("has_copies", &Pages::has_copies,
                              "Were copies enqueued since the last wait for them?")
-      .def_property_readonly("num_rewritten", &Engine::num_rewritten,
-                             "Last tokens of a sequence whose entries a later step may write.")
-      .def_property_readonly("page_bytes", &Engine::page_bytes,
+      .def_property_readonly("page_bytes", &Pages::page_bytes,
                              "Bytes of one page in all models' planes.")
-      .def_property_readonly("slot_bytes", &Engine::slot_bytes,
+      .def_property_readonly("slot_bytes", &Pages::slot_bytes,
                              "Bytes of a slot's per-slot state; 0: the models have none.");
+  engine.def_property_readonly("pages", &Engine::pages,
+                               py::return_value_policy::reference_internal);
 }
 
 void bind_steps(EngineClass& engine) {
@@ -422,6 +422,8 @@ void bind_facts(EngineClass& engine) {
           "Shapes among which each step may choose: (depth, nodes), the last one the largest.")
       .def_property_readonly("tokens_per_step", &Engine::tokens_per_step,
                              "Most tokens that a decode step emits for a sequence.")
+      .def_property_readonly("num_rewritten", &Engine::num_rewritten,
+                             "Last tokens of a sequence whose entries a later step may write.")
       .def_property_readonly("launch_ahead", &Engine::launch_ahead,
                              "Decode steps worth having in flight: 2 on CUDA, 1 on the CPU.")
       .def_property_readonly(
@@ -498,7 +500,7 @@ void bind_engine(py::module_& m) {
   bind_loading(engine);
   bind_sequences(engine);
   bind_host_blocks(m);
-  bind_prefix(engine);
+  bind_pages(m, engine);
   bind_steps(engine);
   bind_facts(engine);
 }

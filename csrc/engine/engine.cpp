@@ -204,97 +204,21 @@ void Engine::release(int slot) {
   Slot& released = slots_[static_cast<size_t>(slot)];
   released.used = false;
   ++released.generation;
-  states_.release(slot, num_steps_);
-  states_.retire(ring_.num_done());
+  pages_.release(slot);
 }
 
 void Engine::vacate(int slot) {
   check_slot(slot);
   CHECK_STATE(slots_[static_cast<size_t>(slot)].in_flight_tokens == 0,
               "slot {} has decode steps in flight; collect them before its pages go", slot);
-  states_.release(slot, num_steps_);
-  states_.retire(ring_.num_done());
+  pages_.release(slot);
 }
 
 bool Engine::reserve(int slot, int num_tokens) {
   check_slot(slot);
   CHECK(num_tokens <= max_tokens_, "{} tokens were asked for, the engine holds {} a sequence",
         num_tokens, max_tokens_);
-  set_device(ctx_.device);
-  const int num_entries = num_tokens + step_.lookahead();
-  states_.retire(ring_.num_done());
-  if (states_.reserve(ctx_, slot, num_entries)) return true;
-  if (states_.num_retiring() == 0) return false;
-  ring_.wait(ctx_, num_steps_ - 1);
-  states_.retire(ring_.num_done());
-  return states_.reserve(ctx_, slot, num_entries);
-}
-
-// ---- the prefix cache: pages that stay after their sequence ends
-
-std::vector<int> Engine::slot_pages(int slot) const {
-  check_slot(slot);
-  return states_.pages_of(slot);
-}
-
-std::vector<int> Engine::take_pages(int most) {
-  states_.retire(ring_.num_done());
-  return states_.take(most);
-}
-
-void Engine::hold_pages(const std::vector<int>& pages) { states_.hold(pages); }
-
-void Engine::drop_pages(const std::vector<int>& pages) {
-  states_.drop(pages, num_steps_);
-  states_.retire(ring_.num_done());
-}
-
-void Engine::save_pages(const std::vector<int>& pages, const HostBlocks& to,
-                        const std::vector<int>& blocks) {
-  check_copy(to.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
-  set_device(ctx_.device);
-  has_copies_ = true;
-  for (size_t i = 0; i < pages.size(); ++i) {
-    states_.save_page(ctx_, pages[i], to.block(blocks[i]));
-  }
-}
-
-void Engine::load_pages(const std::vector<int>& pages, const HostBlocks& from,
-                        const std::vector<int>& blocks) {
-  check_copy(from.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
-  set_device(ctx_.device);
-  has_copies_ = true;
-  for (size_t i = 0; i < pages.size(); ++i) {
-    states_.load_page(ctx_, pages[i], from.block(blocks[i]));
-  }
-}
-
-void Engine::save_slot(int slot, const HostBlocks& to, int block) {
-  check_slot(slot);
-  check_copy(to.block_bytes(), states_.slot_bytes(), 1, 1);
-  set_device(ctx_.device);
-  has_copies_ = true;
-  states_.save_slot(ctx_, slot, to.block(block));
-}
-
-void Engine::load_slot(int slot, const HostBlocks& from, int block) {
-  check_slot(slot);
-  check_copy(from.block_bytes(), states_.slot_bytes(), 1, 1);
-  set_device(ctx_.device);
-  has_copies_ = true;
-  states_.load_slot(ctx_, slot, from.block(block));
-}
-
-void Engine::wait_for_copies() {
-  set_device(ctx_.device);
-  synchronize(ctx_.device, ctx_.stream);
-  has_copies_ = false;
-}
-
-void Engine::check_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to) {
-  CHECK(block_bytes >= bytes && num_from == num_to,
-        "{} pieces of state of {} bytes are copied to or from {} blocks of {} bytes", num_from,
-        bytes, num_to, block_bytes);
+  return pages_.reserve(slot, num_tokens + step_.lookahead());
 }
 
 }  // namespace cpmcu

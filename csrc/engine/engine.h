@@ -15,10 +15,10 @@
 #include "core/weights.h"
 #include "engine/batch.h"
 #include "engine/graph_runner.h"
+#include "engine/pages.h"
 #include "engine/runtime_config.h"
 #include "kernels/gemm/cublaslt.h"
 #include "speculative/step.h"
-#include "state/host_blocks.h"
 
 namespace cpmcu {
 
@@ -68,35 +68,20 @@ class Engine {
   // `ids`: the tokens of the sequence so far. The first `num_prompt` are the prompt; penalties
   // count prompt and generated tokens separately.
   // `cached`: the prefix whose state exists; prefill starts behind it. `reserve` takes the pages
-  // beyond `cached.pages`, and `load_pages` fills them.
+  // beyond `cached.pages`, and `pages().load` fills them.
   int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
                    const CachedPrefix& cached = {});
   void release(int slot);
   // Gives the pages of a slot back, but keeps its sequence. Before its next step, `reserve` must
-  // take as many pages again and `load_pages` must fill them. No step of the slot may be in flight.
+  // take as many pages again and `pages().load` must fill them. No step of the slot may be in
+  // flight.
   void vacate(int slot);
   // Grows the slot to hold `num_tokens`; false if too few pages are free. If only steps in flight
   // still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_tokens);
 
-  // ---- the prefix cache, which owns pages as slots do
-  std::vector<int> slot_pages(int slot) const;
-  std::vector<int> take_pages(int most);           // up to `most` free pages, each with one owner
-  void hold_pages(const std::vector<int>& pages);  // one more owner of each
-  void drop_pages(const std::vector<int>& pages);  // one owner less
-  // Copy pages, or the per-slot tensors of a slot. The stream orders the copies after all steps
-  // enqueued so far.
-  void save_pages(const std::vector<int>& pages, const HostBlocks& to,
-                  const std::vector<int>& blocks);
-  void load_pages(const std::vector<int>& pages, const HostBlocks& from,
-                  const std::vector<int>& blocks);
-  void save_slot(int slot, const HostBlocks& to, int block);
-  void load_slot(int slot, const HostBlocks& from, int block);
-  void wait_for_copies();  // and for all steps in flight
-  // Were copies enqueued since the last wait? If so, only the stream may touch their blocks.
-  bool has_copies() const { return has_copies_; }
-  int64_t page_bytes() const { return states_.page_bytes(); }
-  int64_t slot_bytes() const { return states_.slot_bytes(); }
+  // Owners and copies of pages. The prefix cache owns pages as slots do.
+  Pages& pages() { return pages_; }
 
   // ---- steps
   // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
@@ -175,7 +160,6 @@ class Engine {
   int padded_seqs(int num_seqs) const;
   int length_bound(int slot) const;
   int kv_bucket(int num_tokens) const;
-  static void check_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to);
   void check_slot(int slot) const;
   void check_distinct(std::vector<int> slots) const;
   void check_ids(const std::vector<int>& ids) const;
@@ -203,6 +187,8 @@ class Engine {
   StagedBlock prefill_block_, decode_block_;
   PrefillInputs prefill_inputs_{};
   ResultRing ring_;
+  uint64_t num_steps_ = 0;
+  Pages pages_;
   std::optional<GraphRunner> graphs_;
   MemoryPlan::Id last_rows_id_ = 0;
   Tensor last_rows_;  // [slots, H]: rows that draw a token
@@ -211,9 +197,7 @@ class Engine {
   std::optional<SpeculativeStep::Batch> masked_batch_;  // of a step that waits for its masks
   std::vector<int> masked_slots_;
   std::deque<StepInFlight> in_flight_;
-  uint64_t num_steps_ = 0;
   int64_t num_waits_ = 0;
-  bool has_copies_ = false;
   bool ready_ = false;
 };
 

@@ -40,7 +40,8 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
       ctx_(device_named(config.device, config.device_index)),
       state_(states_.add_model("")),
       model_(spec_),
-      step_({spec_, model_, sampler_}, draft ? &*draft : nullptr) {
+      step_({spec_, model_, sampler_}, draft ? &*draft : nullptr),
+      pages_(ctx_, states_, ring_, num_steps_) {
   if (!has_prompt_gemm(ctx_.compute_capability)) {
     cublas_ = CublasLt::load(ctx_, config.cublas_paths);
   }
@@ -163,7 +164,7 @@ void Engine::bind() {
     copy_to_device(ctx_.device, step_.slots().lengths + idle_slot_, &length, sizeof(int),
                    ctx_.stream);
     step_.reset(ctx_, idle_slot_, {.finished = 1});
-    CHECK_STATE(states_.reserve(ctx_, idle_slot_, 2 + step_.lookahead()), "no page is free");
+    CHECK_STATE(pages_.reserve(idle_slot_, 2 + step_.lookahead()), "no page is free");
   }
   synchronize(ctx_.device, ctx_.stream);
 }

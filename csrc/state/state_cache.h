@@ -34,6 +34,7 @@ class StateCache {
 
   const int* page_table() const { return table_; }  // [slots, max_pages] device
   int max_pages() const { return max_pages_; }      // of one slot
+  int num_slots() const { return num_slots_; }
   int num_pages() const { return pool_.num_pages(); }
   int num_retiring() const { return pool_.num_retiring(); }
   // Pages without an owner. Steps in flight may still read `num_retiring` of them.

@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cpmcu import LLM, SpeculativeConfig
 from cpmcu.engine.prefix.disk import DiskStore
 from cpmcu.engine.prefix.disk_tier import NUM_THREADS, DiskTier
-from cpmcu.engine.prefix.host import HostTier
+from cpmcu.engine.prefix.host import HostMemory
 from cpmcu.engine.prefix.index import PrefixIndex
 from cpmcu.engine.prefix.keys import page_keys, root_key
 
@@ -39,8 +40,8 @@ FINGERPRINT = "0" * 32
 class NoDevice:
     """A device without free pages: what is read stays in host memory."""
 
-    has_copies = False
     num_free_pages = 0
+    pages = SimpleNamespace(has_copies=False)
 
 
 class Bench:
@@ -51,7 +52,9 @@ class Bench:
         ids = random.Random(1).choices(range(30_000), k=args.pages * PAGE)
         data = b"".join(token.to_bytes(4, "little") for token in ids)
         self.keys = page_keys(data, PAGE, root_key("", ""))
-        self.host = HostTier(engine, self.page_bytes, (args.pages + 64) * self.page_bytes)
+        self.host = HostMemory(engine, self.page_bytes).tier(
+            (args.pages + 64) * self.page_bytes, "the benchmark"
+        )
         self.views = [self.host.view(self.host.take()) for _ in self.keys]
         for view in self.views:  # as page-locked memory, it is there before it is used
             view[:] = os.urandom(4096) * (self.page_bytes // 4096)
@@ -61,7 +64,7 @@ class Bench:
         store = DiskStore(self.folder, FINGERPRINT, self.page_bytes, 1 << 40)
         tier = DiskTier(store)
         free = list(range(len(self.keys)))
-        none = HostTier(self.engine, 0, 0)
+        none = HostMemory(self.engine, 0).tier(0, "")
         device: Any = NoDevice()
         tier.bind(device, PrefixIndex(), self.host, none, free.pop, none.take, lambda entry: None)
         return tier

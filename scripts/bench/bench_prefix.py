@@ -105,18 +105,20 @@ class Bench:
         def measure(engine: Any) -> float:
             from cpmcu import C
 
-            blocks = C.HostBlocks(engine, engine.page_bytes, num_pages, num_pages)
+            blocks = C.HostBlocks(engine, engine.pages.page_bytes, num_pages, num_pages)
             blocks.grow()
             slot = engine.add_sequence(C.SamplingConfig(max_tokens=1), [1])
             engine.reserve(slot, num_pages * PAGE)
-            pages = engine.slot_pages(slot)[:num_pages]
+            pages = engine.pages.of_slot(slot)[:num_pages]
             best = 0.0
             for _ in range(5):
-                engine.wait_for_copies()
+                engine.pages.wait_for_copies()
                 begin = time.perf_counter()
-                engine.load_pages(pages, blocks, list(range(num_pages)))
-                engine.wait_for_copies()
-                best = max(best, num_pages * engine.page_bytes / (time.perf_counter() - begin))
+                engine.pages.load(pages, blocks, list(range(num_pages)))
+                engine.pages.wait_for_copies()
+                best = max(
+                    best, num_pages * engine.pages.page_bytes / (time.perf_counter() - begin)
+                )
             engine.release(slot)
             return best
 
@@ -124,7 +126,7 @@ class Bench:
         return self.llm.call_engine(measure)
 
     def page_bytes(self) -> int:
-        return int(self.llm.call_engine(lambda engine: engine.page_bytes))
+        return int(self.llm.call_engine(lambda engine: engine.pages.page_bytes))
 
 
 def disk_rate(directory: Path) -> float:

@@ -71,13 +71,13 @@ class Watched(PrefixCache):
         from cpmcu import C
 
         super().__init__(engine, PAGE, **options)
-        self._room = C.HostBlocks(engine, engine.page_bytes, 1, 1)
+        self._room = C.HostBlocks(engine, engine.pages.page_bytes, 1, 1)
         self._room.grow()
         self._sums: dict[int, tuple[Entry, int]] = {}  # page -> what it must hold
 
     def _sum(self, page: int) -> int:
-        self._engine.save_pages([page], self._room, [0])
-        self._engine.wait_for_copies()
+        self._engine.pages.save([page], self._room, [0])
+        self._engine.pages.wait_for_copies()
         return xxhash.xxh3_64_intdigest(self._room.view(0))
 
     def publish(self, prefix: Any, slot: int, num_written: int, *, ended: bool = False) -> None:
@@ -100,8 +100,8 @@ class Watched(PrefixCache):
 @contextmanager
 def running(engine: Any, swap_bytes: int = 0, **options: Any) -> Iterator[tuple[Runner, Watched]]:
     """A runner with a watched cache. At the end, checks that no page is lost."""
-    cache = Watched(engine, **options)
-    runner = Runner(engine, page_size=PAGE, cache=cache, swap_bytes=swap_bytes)
+    cache = Watched(engine, swap_bytes=swap_bytes, **options)
+    runner = Runner(engine, page_size=PAGE, cache=cache)
     try:
         yield runner, cache
         runner.call(lambda e: check_idle(e, cache))

@@ -90,9 +90,9 @@ def test_prefix_hits_change_no_token(
     )
     options: dict[str, Any] = {}
     if tier != "device":
-        options["host_bytes"] = 6 * engine.page_bytes
+        options["host_bytes"] = 6 * engine.pages.page_bytes
     if tier == "disk":
-        options["disk"] = DiskTier(DiskStore(tmp_path, "0" * 32, engine.page_bytes, 1 << 30))
+        options["disk"] = DiskTier(DiskStore(tmp_path, "0" * 32, engine.pages.page_bytes, 1 << 30))
     shared = random_ids(300, VOCAB, seed=11)
     others = [random_ids(300, VOCAB, seed=seed) for seed in (1, 2, 3)]
     prompts = [shared[:cut] + random_ids(30, VOCAB, seed=cut) for cut in (300, 64, 200)]
@@ -127,8 +127,8 @@ def test_memory(tmp_path: Path, device: str) -> None:
         loaded = load_model(str(made.directory), config=config)
         engine = loaded.engine
         rows = [row for row in engine.memory_plan() if row["group"] == "kv"]
-        pages.append(engine.page_bytes)
-        planned, rest = divmod(sum(row["bytes"] for row in rows), engine.page_bytes)
+        pages.append(engine.pages.page_bytes)
+        planned, rest = divmod(sum(row["bytes"] for row in rows), engine.pages.page_bytes)
         assert rest == 0
         assert planned - engine.num_pages in (0, 1)  # one may be of idle slots
         floors.append([step_bytes(engine, loaded.spec, context) for context in (0, 64)])
@@ -145,7 +145,7 @@ def test_drafts_keep_16_bits(fp8_models: Models) -> None:
                 if kind
                 else fp8_models.engine("llama", None, kv_cache_dtype=dtype)
             )
-            sizes[kind, dtype] = engine.page_bytes
+            sizes[kind, dtype] = engine.pages.page_bytes
     assert sizes["eagle_bias", "auto"] - sizes["", "auto"] == (
         sizes["eagle_bias", "fp8_e4m3"] - sizes["", "fp8_e4m3"]
     )

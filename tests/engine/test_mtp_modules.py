@@ -115,11 +115,11 @@ class Slot:
         from cpmcu import C
 
         engine, pages = self.engine, []
-        room = C.HostBlocks(engine, engine.page_bytes, 1, 1)
+        room = C.HostBlocks(engine, engine.pages.page_bytes, 1, 1)
         room.grow()
-        for page in engine.slot_pages(self.slot):
-            engine.save_pages([page], room, [0])
-            engine.wait_for_copies()
+        for page in engine.pages.of_slot(self.slot):
+            engine.pages.save([page], room, [0])
+            engine.pages.wait_for_copies()
             pages.append(np.array(room.view(0), copy=True).view(np.uint8).copy())
         return np.concatenate(
             [

@@ -81,9 +81,9 @@ def test_any_prompts_in_any_order(models: Models, kind: str, tiers: str, tmp_pat
     )
     options: dict[str, Any] = {}
     if tiers != "device":
-        options["host_bytes"] = 6 * engine.page_bytes
+        options["host_bytes"] = 6 * engine.pages.page_bytes
     if tiers == "disk":
-        options["disk"] = DiskTier(DiskStore(tmp_path, "0" * 32, engine.page_bytes, 1 << 30))
+        options["disk"] = DiskTier(DiskStore(tmp_path, "0" * 32, engine.pages.page_bytes, 1 << 30))
     names = list(SAMPLINGS)
     with running(engine, **options) as (runner, cache):
         waiting: list[tuple[Job, list[int], str]] = []
@@ -106,7 +106,7 @@ def test_any_prompts_in_any_order(models: Models, kind: str, tiers: str, tmp_pat
 def test_when_pages_run_out(models: Models) -> None:
     """Preempted sequences find their pages in the cache or compute them again."""
     engine = models.engine("llama", None, max_num_seqs=4, max_model_len=256)
-    with running(engine, host_bytes=4 * engine.page_bytes) as (runner, cache):
+    with running(engine, host_bytes=4 * engine.pages.page_bytes) as (runner, cache):
         prompts = [
             random_ids(100, VOCAB, seed=1)[:80] + random_ids(60, VOCAB, seed=i) for i in range(12)
         ]
@@ -132,12 +132,12 @@ def test_pages_of_another_sequence_make_room_after_its_end(models: Models) -> No
     engine = models.engine("llama", None, max_num_seqs=2, max_model_len=384)
     ids = random_ids(190, VOCAB, seed=4)
     with running(engine) as (runner, _):
-        taken = runner.call(lambda e: e.take_pages(e.num_pages - 7))
+        taken = runner.call(lambda e: e.pages.take(e.num_pages - 7))
         first, second = Job(ids, 2), Job(ids, 150, scores=0)  # 3 and 6 pages
         runner.submit(first.request, second.request)
         assert first.wait() == models.plain("llama", ids, 2)
         assert second.wait() == models.plain("llama", ids, 150)
-        runner.call(lambda e: e.drop_pages(taken))
+        runner.call(lambda e: e.pages.drop(taken))
 
 
 def test_equal_prefixes_in_the_queue_are_computed_once(models: Models) -> None:
@@ -221,8 +221,8 @@ def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> Non
     ids = random_ids(300, VOCAB, seed=6)
     for restart in range(3):
         engine = models.engine("llama", None, max_num_seqs=4)
-        store = DiskStore(tmp_path, "1" * 32, engine.page_bytes, 1 << 30)
-        cache_options = {"host_bytes": 8 * engine.page_bytes, "disk": DiskTier(store)}
+        store = DiskStore(tmp_path, "1" * 32, engine.pages.page_bytes, 1 << 30)
+        cache_options = {"host_bytes": 8 * engine.pages.page_bytes, "disk": DiskTier(store)}
         with running_kept(engine, **cache_options) as runner:
             job = Job(ids, 8)
             runner.submit(job.request)
@@ -235,9 +235,9 @@ def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> Non
 
 def test_a_reset_stops_pages_on_their_way_to_disk(models: Models, tmp_path: Any) -> None:
     engine = models.engine("llama", None)
-    store = DiskStore(tmp_path, "2" * 32, engine.page_bytes, 1 << 30)
+    store = DiskStore(tmp_path, "2" * 32, engine.pages.page_bytes, 1 << 30)
     disk = DiskTier(store)
-    with running(engine, host_bytes=8 * engine.page_bytes, disk=disk) as (runner, cache):
+    with running(engine, host_bytes=8 * engine.pages.page_bytes, disk=disk) as (runner, cache):
         job = Job(random_ids(300, VOCAB, seed=6), 4)
         runner.submit(job.request)
         job.wait()
@@ -282,8 +282,8 @@ def test_a_sequence_that_runs_during_a_reset_publishes_nothing(models: Models) -
 
 def test_what_is_only_on_disk_takes_no_memory(models: Models, tmp_path: Any) -> None:
     engine = models.engine("llama", None, max_num_seqs=1, max_model_len=256)
-    disk = DiskTier(DiskStore(tmp_path, "3" * 32, engine.page_bytes, 1 << 30))
-    with running(engine, host_bytes=2 * engine.page_bytes, disk=disk) as (runner, cache):
+    disk = DiskTier(DiskStore(tmp_path, "3" * 32, engine.pages.page_bytes, 1 << 30))
+    with running(engine, host_bytes=2 * engine.pages.page_bytes, disk=disk) as (runner, cache):
         prompts = [random_ids(200, VOCAB, seed=i) for i in range(12)]
         for ids in prompts + prompts[:3]:
             job = Job(ids, 4)
@@ -295,17 +295,17 @@ def test_what_is_only_on_disk_takes_no_memory(models: Models, tmp_path: Any) -> 
 
 def test_reading_takes_no_host_memory_from_the_pages_before(models: Models, tmp_path: Any) -> None:
     engine = models.engine("llama", None)
-    store = DiskStore(tmp_path, "4" * 32, engine.page_bytes, 1 << 30)
+    store = DiskStore(tmp_path, "4" * 32, engine.pages.page_bytes, 1 << 30)
     ids = random_ids(129, VOCAB, seed=8)
     disk = DiskTier(store)
-    with running(engine, host_bytes=engine.page_bytes, disk=disk) as (runner, cache):
+    with running(engine, host_bytes=engine.pages.page_bytes, disk=disk) as (runner, cache):
 
         def look_up(_: Any) -> None:
             prefix = cache.prefix_of(ids, "")
             (key, tokens), second = prefix.keys
             first = cache._index.add(key, None, tokens)
             assert first is not None
-            store.write(second[0], bytes(16), second[1], memoryview(bytes(engine.page_bytes)))
+            store.write(second[0], bytes(16), second[1], memoryview(bytes(engine.pages.page_bytes)))
             cache._index.set_block(first, cache._host.take())
             matched = cache.match(prefix, len(ids))
             assert matched == [first]
@@ -327,21 +327,22 @@ def test_no_host_memory_is_taken_ahead_while_a_disk_is_read(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = models.engine("llama", None)
-    monkeypatch.setattr(host, "SEGMENT_BYTES", 2 * engine.page_bytes)
-    tier = host.HostTier(engine, engine.page_bytes, 40 * engine.page_bytes)
-    tier._in_threads = True  # as on a GPU
+    monkeypatch.setattr(host, "SEGMENT_BYTES", 2 * engine.pages.page_bytes)
+    memory = host.HostMemory(engine, engine.pages.page_bytes)
+    tier = memory.tier(40 * engine.pages.page_bytes, "a test")
+    memory._in_threads = True  # as on a GPU
     tier.is_calm = True
     blocks = [tier.take()]  # if no block is free, memory is taken in any case
-    while tier._grower is not None:
-        tier._grower.join()
+    while memory._grower is not None:
+        memory._grower.join()
         tier.grow()
-    while tier._free:
+    while memory._free:
         blocks.append(tier.take())
-        assert tier._grower is None
+        assert memory._grower is None
     assert len(blocks) == 2 * host.SEGMENTS_AHEAD
     blocks.append(tier.take())
     assert len(set(blocks)) == 2 * host.SEGMENTS_AHEAD + 1 and -1 not in blocks
-    tier.close()
+    memory.close()
 
 
 @pytest.mark.parametrize("in_threads", [False, True])
@@ -351,23 +352,41 @@ def test_host_memory_stays_within_its_limit(
 ) -> None:
     """The last segment is smaller if the limit is not a multiple of a segment."""
     engine = models.engine("llama", None)
-    monkeypatch.setattr(host, "SEGMENT_BYTES", segment * engine.page_bytes)
-    limit_bytes = limit * engine.page_bytes + engine.page_bytes // 2
-    tier = host.HostTier(engine, engine.page_bytes, limit_bytes)
-    tier._in_threads = in_threads  # as on a GPU
+    monkeypatch.setattr(host, "SEGMENT_BYTES", segment * engine.pages.page_bytes)
+    limit_bytes = limit * engine.pages.page_bytes + engine.pages.page_bytes // 2
+    memory = host.HostMemory(engine, engine.pages.page_bytes)
+    tier = memory.tier(limit_bytes, "a test")
+    memory._in_threads = in_threads  # as on a GPU
     for _ in range(2):
         blocks = []
         while (block := tier.take()) >= 0:
             blocks.append(block)
-            tier.view(block)[:] = bytes([block]) * engine.page_bytes
-            assert tier.num_bytes <= limit_bytes
+            tier.view(block)[:] = bytes([block]) * engine.pages.page_bytes
+            assert memory.num_bytes <= limit_bytes
         assert sorted(blocks) == list(range(limit))
-        assert tier.num_bytes == limit * engine.page_bytes
+        assert memory.num_bytes == limit * engine.pages.page_bytes
         for block in blocks:
-            assert bytes(tier.view(block)) == bytes([block]) * engine.page_bytes
+            assert bytes(tier.view(block)) == bytes([block]) * engine.pages.page_bytes
             tier.give(block)
-    tier.close()
-    assert tier.num_bytes == 0
+    memory.close()
+    assert memory.num_bytes == 0
+
+
+def test_tiers_share_memory_and_keep_their_limits(models: Models) -> None:
+    engine = models.engine("llama", None)
+    memory = host.HostMemory(engine, engine.pages.page_bytes)
+    first = memory.tier(2 * engine.pages.page_bytes, "one")
+    second = memory.tier(3 * engine.pages.page_bytes, "another")
+    taken = [first.take() for _ in range(3)]
+    assert taken[2] == -1 and not first.has_room and second.has_room
+    others = [second.take() for _ in range(4)]
+    assert others[3] == -1 and (first.num_used, second.num_used) == (2, 3)
+    assert sorted(taken[:2] + others[:3]) == list(range(5))
+    first.give(taken[0])
+    assert second.take() == -1  # the block is free, but the tier is full
+    second.give(others[0])
+    assert second.take() in (taken[0], others[0])
+    memory.close()
 
 
 @pytest.mark.parametrize("in_threads", [False, True])
@@ -376,18 +395,18 @@ def test_host_memory_of_many_prompts(
 ) -> None:
     """However many pages leave the device, they take no more host memory than allowed."""
     engine = models.engine("llama", None, max_num_seqs=4, max_model_len=256)
-    monkeypatch.setattr(host, "SEGMENT_BYTES", 4 * engine.page_bytes)
-    host_bytes = 22 * engine.page_bytes
+    monkeypatch.setattr(host, "SEGMENT_BYTES", 4 * engine.pages.page_bytes)
+    host_bytes = 22 * engine.pages.page_bytes
     with running(engine, host_bytes=host_bytes) as (runner, cache):
-        cache._host._in_threads = in_threads
+        cache._memory._in_threads = in_threads
         shared = random_ids(70, VOCAB, seed=1)
         jobs = [Job(shared + random_ids(140, VOCAB, seed=2 + i), 4) for i in range(64)]
         runner.submit(*(job.request for job in jobs))
         for job in jobs:
             assert job.wait() == models.plain("llama", job.request.prompt, 4)
-            assert cache._host.num_bytes <= host_bytes
+            assert cache._memory.num_bytes <= host_bytes
         assert cache.counters.evicted > 22
-        assert cache._host.num_bytes == host_bytes  # all of it is used
+        assert cache._memory.num_bytes == host_bytes  # all of it is used
 
 
 def running_kept(engine: Any, **options: Any) -> Any:

@@ -86,10 +86,16 @@ def test_any_prompts_in_any_order(
     )
     options: dict[str, Any] = {}
     if tiers != "device":
-        options["host_bytes"] = 12 * engine.page_bytes + 4 * engine.slot_bytes
+        options["host_bytes"] = 12 * engine.pages.page_bytes + 4 * engine.pages.slot_bytes
     if tiers == "disk":
         options["disk"] = DiskTier(
-            DiskStore(tmp_path, "3" * 32, engine.page_bytes, 1 << 30, state_bytes=engine.slot_bytes)
+            DiskStore(
+                tmp_path,
+                "3" * 32,
+                engine.pages.page_bytes,
+                1 << 30,
+                state_bytes=engine.pages.slot_bytes,
+            )
         )
     prompts: list[list[int]] = []
     with running(engine, **options) as (runner, cache):

@@ -82,7 +82,7 @@ def test_prefix_hits_change_no_token(sparse_models: Models, kind: str, tier: str
         if kind
         else sparse_models.engine(FAMILY, None, **config)
     )
-    options = {"host_bytes": 40 * engine.page_bytes} if tier == "host" else {}
+    options = {"host_bytes": 40 * engine.pages.page_bytes} if tier == "host" else {}
     shared = random_ids(400, VOCAB, seed=11)
     prompts = [shared[:cut] + random_ids(50, VOCAB, seed=cut) for cut in (400, 64, 300, 400, 350)]
     with running(engine, **options) as (runner, cache):
@@ -95,7 +95,7 @@ def test_prefix_hits_change_no_token(sparse_models: Models, kind: str, tier: str
 
 def test_when_pages_run_out(sparse_models: Models) -> None:
     engine = sparse_models.engine(FAMILY, None, max_num_seqs=4, max_model_len=448)
-    with running(engine, host_bytes=4 * engine.page_bytes) as (runner, _):
+    with running(engine, host_bytes=4 * engine.pages.page_bytes) as (runner, _):
         prompts = [random_ids(290, VOCAB, seed=i) for i in range(6)]
         jobs = [Job(ids, 100) for ids in prompts]
         runner.submit(*(job.request for job in jobs))

@@ -67,12 +67,12 @@ def test_free_pages_after_a_release_in_flight(models: Models, kind: str | None) 
 
 def test_pages_without_a_slot(models: Models) -> None:
     engine = engine_of(models, None, **FEW)
-    assert engine.take_pages(0) == []
-    first = engine.take_pages(1)
-    rest = engine.take_pages(1000)
+    assert engine.pages.take(0) == []
+    first = engine.pages.take(1)
+    rest = engine.pages.take(1000)
     assert len({*first, *rest}) == engine.num_pages and engine.num_free_pages == 0
-    assert engine.take_pages(3) == []
-    engine.drop_pages(first + rest)
+    assert engine.pages.take(3) == []
+    engine.pages.drop(first + rest)
     assert engine.num_free_pages == engine.num_pages
     take_all_pages(engine)
 
@@ -81,16 +81,16 @@ def test_copies_are_known_until_they_are_waited_for(models: Models) -> None:
     from cpmcu import C
 
     engine = engine_of(models, None, **FEW)
-    blocks = C.HostBlocks(engine, engine.page_bytes, 1, 1)
+    blocks = C.HostBlocks(engine, engine.pages.page_bytes, 1, 1)
     blocks.grow()
-    (page,) = engine.take_pages(1)
-    assert not engine.has_copies
-    for copy in (engine.save_pages, engine.load_pages):
+    (page,) = engine.pages.take(1)
+    assert not engine.pages.has_copies
+    for copy in (engine.pages.save, engine.pages.load):
         copy([page], blocks, [0])
-        assert engine.has_copies
-        engine.wait_for_copies()
-        assert not engine.has_copies
-    engine.drop_pages([page])
+        assert engine.pages.has_copies
+        engine.pages.wait_for_copies()
+        assert not engine.pages.has_copies
+    engine.pages.drop([page])
 
 
 def test_forty_sequences_with_trees(models: Models) -> None:

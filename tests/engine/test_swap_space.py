@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cpmcu.engine.prefix.base import PageCache
 from cpmcu.engine.runner import Runner
 from tests.engine.drafted import SAMPLINGS, SOME_DRAFTS, TREES, VOCAB, Models, family_of
 from tests.engine.harness import SMALL, random_ids
@@ -30,7 +31,12 @@ def engine_of(models: Models, family: str, kind: str) -> tuple[Any, list[int]]:
         if kind
         else models.engine(family, None, **config)
     )
-    return engine, engine.take_pages(engine.num_pages - ROOM)
+    return engine, engine.pages.take(engine.num_pages - ROOM)
+
+
+def runner_of(engine: Any, swap_bytes: int) -> Runner:
+    """A runner without a prefix cache."""
+    return Runner(engine, page_size=PAGE, cache=PageCache(engine, PAGE, swap_bytes=swap_bytes))
 
 
 def jobs_of(seed: int = 0) -> list[tuple[Job, list[int], str]]:
@@ -56,7 +62,7 @@ def submit_and_check(runner: Runner, models: Models, family: str) -> None:
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_nothing_is_computed_again(models: Models, family: str, kind: str) -> None:
     engine, _ = engine_of(models, family, kind)
-    runner = Runner(engine, page_size=PAGE, swap_bytes=100 * engine.page_bytes)
+    runner = runner_of(engine, 100 * engine.pages.page_bytes)
     try:
         submit_and_check(runner, models, family)
         # Prompts were read once, and each output token was emitted once.
@@ -70,14 +76,14 @@ def test_nothing_is_computed_again(models: Models, family: str, kind: str) -> No
 def test_with_a_prefix_cache(models: Models, decoded: bool) -> None:
     """`decoded` publishes pages of a sequence when it is swapped."""
     engine, taken = engine_of(models, "llama", "minicpm_eagle" if SMALL else "eagle_bias")
-    swap_bytes = 100 * engine.page_bytes
-    with running(engine, swap_bytes, host_bytes=3 * engine.page_bytes, decoded=decoded) as (
+    swap_bytes = 100 * engine.pages.page_bytes
+    with running(engine, swap_bytes, host_bytes=3 * engine.pages.page_bytes, decoded=decoded) as (
         runner,
         _,
     ):
         for _ in range(2):  # the second time, prompts are cached
             submit_and_check(runner, models, "llama")
-        runner.call(lambda e: e.drop_pages(taken))
+        runner.call(lambda e: e.pages.drop(taken))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4])
@@ -86,7 +92,7 @@ def test_a_full_swap_space(models: Models, num_blocks: int) -> None:
     engine, _ = engine_of(models, "llama", "")
     if models.device == "cuda":
         pytest.skip("on a GPU, last bits of what is computed again may differ")
-    runner = Runner(engine, page_size=PAGE, swap_bytes=num_blocks * engine.page_bytes)
+    runner = runner_of(engine, num_blocks * engine.pages.page_bytes)
     try:
         submit_and_check(runner, models, "llama")
         assert runner.call(lambda e: e.num_free_pages) == ROOM
@@ -102,7 +108,7 @@ def on_preemption(runner: Runner, job: Job, act: Callable[[], object]) -> None:
 
 def test_cancelled_while_swapped(models: Models) -> None:
     engine, _ = engine_of(models, "llama", "")
-    runner = Runner(engine, page_size=PAGE, swap_bytes=100 * engine.page_bytes)
+    runner = runner_of(engine, 100 * engine.pages.page_bytes)
     try:
         for seed in range(3):
             jobs = jobs_of(seed)
@@ -120,7 +126,7 @@ def test_cancelled_while_swapped(models: Models) -> None:
 
 def test_closed_while_swapped(models: Models) -> None:
     engine, _ = engine_of(models, "llama", "")
-    runner = Runner(engine, page_size=PAGE, swap_bytes=100 * engine.page_bytes)
+    runner = runner_of(engine, 100 * engine.pages.page_bytes)
     jobs = jobs_of()
     on_preemption(runner, jobs[0][0], runner.close)
     runner.submit(*(job.request for job, _, _ in jobs))

@@ -70,7 +70,8 @@ class FakeEngine:
         self.log: list[tuple[str, object]] = []
         self.shapes: list[tuple[int, int] | None] = []  # of decode steps
         self.skipped_drafts: list[bool] = []  # of prefill steps
-        self.page_bytes = 0  # nothing to move to host memory
+        # Nothing is moved to host memory.
+        self.pages = SimpleNamespace(page_bytes=0, slot_bytes=0, wait_for_copies=lambda: None)
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.open_masked: list[int] = []  # slots of the open masked step
@@ -116,9 +117,6 @@ class FakeEngine:
         state.pages += more
         self.num_free_pages -= more
         return True
-
-    def wait_for_copies(self) -> None:
-        """There are none."""
 
     def prefill(
         self,

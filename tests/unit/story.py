@@ -57,8 +57,8 @@ class Stage:
         monkeypatch.setitem(vars(cpmcu), "C", extension)
         loader = SimpleNamespace(load_model=self._load)
         monkeypatch.setitem(sys.modules, "cpmcu.loading.loader", loader)
-        uncached = SimpleNamespace(make_prefix_cache=lambda loaded, config: None)
-        monkeypatch.setitem(sys.modules, "cpmcu.loading.prefix_cache", uncached)
+        uncached = SimpleNamespace(make_page_cache=lambda loaded, config: None)
+        monkeypatch.setitem(sys.modules, "cpmcu.loading.page_cache", uncached)
 
     def prepare(
         self,

@@ -13,7 +13,7 @@ from tests.unit.prefix_pages import PAGE, file_of, identity, open_store, pattern
 
 
 class Engine:
-    """Records the calls of the tier. Pages are numbers from 100 on."""
+    """Records the calls of the tier. Pages are numbers from 100 on; `pages` is itself."""
 
     def __init__(self, num_pages: int) -> None:
         self.free = list(range(100, 100 + num_pages))
@@ -25,11 +25,15 @@ class Engine:
     def num_free_pages(self) -> int:
         return len(self.free)
 
-    def take_pages(self, most: int) -> list[int]:
+    @property
+    def pages(self) -> Engine:
+        return self
+
+    def take(self, most: int) -> list[int]:
         taken, self.free = self.free[:most], self.free[most:]
         return taken
 
-    def load_pages(self, pages: list[int], blocks: dict[int, bytearray], places: list[int]) -> None:
+    def load(self, pages: list[int], blocks: dict[int, bytearray], places: list[int]) -> None:
         self.calls.append("load")
         self.has_copies = True
         for page, block in zip(pages, places):

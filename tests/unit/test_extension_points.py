@@ -390,10 +390,14 @@ def test_a_prefix_with_state_of_its_own(
         mixed_model, speculative_config=speculation, max_num_seqs=2, chunk_length=150,
         max_model_len=500,
     )  # fmt: skip
-    options: dict[str, Any] = {"host_bytes": 12 * engine.page_bytes}
+    options: dict[str, Any] = {"host_bytes": 12 * engine.pages.page_bytes}
     if draft == "disk":
         store = DiskStore(
-            tmp_path, "2" * 32, engine.page_bytes, 1 << 30, state_bytes=engine.slot_bytes
+            tmp_path,
+            "2" * 32,
+            engine.pages.page_bytes,
+            1 << 30,
+            state_bytes=engine.pages.slot_bytes,
         )
         options["disk"] = DiskTier(store)
     shared = random_ids(300, VOCAB)

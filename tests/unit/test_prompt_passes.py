@@ -10,6 +10,7 @@ import pytest
 from fake_engine import PAGE_SIZE, FakeEngine
 from test_runner import Job, script
 
+from cpmcu.engine.prefix.base import PageCache
 from cpmcu.engine.prompt_passes import FEWEST, UNTIMED, PassTimes, divide
 from cpmcu.engine.runner import Runner
 
@@ -257,48 +258,18 @@ def test_passes_are_timed(turns):
 # ---- admission
 
 
-class Waits:
-    """A prefix cache without pages, whose waiting prompts the test chooses."""
-
-    has_states, has_disk, num_idle_pages = False, False, 0
+class Waits(PageCache):
+    """A cache without pages, whose waiting prompts the test chooses."""
 
     def __init__(self) -> None:
+        super().__init__(FakeEngine(script), PAGE_SIZE)
         self.waiting: set[int] = set()  # prompt lengths
 
     def prefix_of(self, tokens, salt):
-        return SimpleNamespace(length=len(tokens), num_cached=0)
+        return SimpleNamespace(length=len(tokens))
 
     def must_wait(self, prefix, matched, num_tokens):
         return prefix.length in self.waiting
-
-    def still_waits(self, prefix):
-        return False
-
-    def is_reading(self, prefix):
-        return False
-
-    def match(self, prefix, num_tokens):
-        return []
-
-    def num_new_pages(self, matched, num_tokens):
-        return -(-num_tokens // PAGE_SIZE)
-
-    def begin(self, prefix, matched, num_tokens):
-        return [], 0
-
-    def chunk_end(self, prefix, begin, end, num_tokens):
-        return end
-
-    def snapshot(self):
-        return None
-
-    def tick(self, launched, collected):
-        return False
-
-    def nothing(self, *args, **kwargs):
-        return None
-
-    restore = publish = end = release = close = nothing
 
 
 def test_a_prompt_that_waits_for_a_prefix_lets_others_pass(turns):

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from cpmcu.engine.prefix.host import HostTier
+from cpmcu.engine.prefix.base import CacheCounters, PageCache, Prefix, Sequenced
+from cpmcu.engine.prefix.host import HostMemory
 from cpmcu.engine.prefix.index import Entry, PrefixIndex
 from cpmcu.engine.prefix.keys import Hash, page_keys, root_key, xxh3_128
 
@@ -29,54 +30,7 @@ FEWEST_STATES = 8  # checkpoints of per-slot state
 SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
 
 
-class Sequenced(Protocol):
-    """What the cache asks of a sequence: its tokens, and whom it shares pages with."""
-
-    prompt: list[int]
-    tokens: list[int]
-    cache_salt: str
-
-
-@dataclasses.dataclass(slots=True)
-class CacheCounters:
-    """Counters of the cache since its start, in tokens and pages."""
-
-    queries: int = 0  # prompt tokens that were looked up
-    hits: int = 0  # of these, tokens that were cached
-    host_hits: int = 0  # of these, tokens that came from host memory
-    disk_hits: int = 0  # of these, tokens that came from disk
-    evicted: int = 0  # pages that left the device
-    pages: int = 0  # on the device now, used or idle
-    host_pages: int = 0
-    disk_pages: int = 0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Prefix:
-    """The state of one sequence in the cache."""
-
-    keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
-    entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
-    num_cached: int = 0  # tokens that it found cached
-    known: int = 0  # pages that it found cached, those behind the last checkpoint included
-    pending_begin: int = 0  # its pages whose keys are pending: it will publish them
-    pending_end: int = 0
-    waits_for: bytes = b""  # key that a running sequence will publish
-    reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
-    epoch: int = 0  # number of resets before it began
-    collided: bool = False  # another prefix has the next key: nothing more is published
-    states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
-    # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
-    # pages. It does not count as their user, so that they can be evicted.
-    elsewhere: set[Entry] = dataclasses.field(default_factory=set)
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Pages after which another prompt is likely to go on: where prompts branched, the end."""
-        return self.known, self.pending_end
-
-
-class PrefixCache:
+class PrefixCache(PageCache):
     """Used by the engine thread only."""
 
     def __init__(
@@ -86,23 +40,23 @@ class PrefixCache:
         *,
         seed: str = "",
         host_bytes: int = 0,
+        swap_bytes: int = 0,
         decoded: bool = False,
         disk: DiskTier | None = None,
         hash_bytes: Hash = xxh3_128,
     ) -> None:
-        self._engine = engine
-        self._page_size = page_size
+        # Checkpoints of per-slot state get half of the host memory, and room for a few in any case.
+        slot_bytes = engine.pages.slot_bytes
+        half = host_bytes // 2 if slot_bytes > 0 else 0
+        super().__init__(engine, page_size, host_bytes=host_bytes - half, swap_bytes=swap_bytes)
+        state_bytes = max(half, FEWEST_STATES * slot_bytes)
+        self._states = HostMemory(engine, slot_bytes).tier(state_bytes, "the prefix cache")
         self._seed = seed
         self._decoded = decoded
         self._hash = hash_bytes
         self._index = PrefixIndex()
         self._epoch = 0  # number of resets
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
-        # Checkpoints of per-slot state get half of the host memory, and room for a few in any case.
-        half = host_bytes // 2 if self.has_states else 0
-        self._host = HostTier(engine, engine.page_bytes, host_bytes - half)
-        state_bytes = max(half, FEWEST_STATES * engine.slot_bytes)
-        self._states = HostTier(engine, engine.slot_bytes, state_bytes)
         self._disk = disk
         if disk is not None:
             self._host.grow()  # a first request may find its pages on disk
@@ -121,27 +75,19 @@ class PrefixCache:
 
     @property
     def has_states(self) -> bool:
-        """Does a prefix need a checkpoint of per-slot tensors in addition to its pages?"""
-        return self._engine.slot_bytes > 0
+        return self._engine.pages.slot_bytes > 0
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that can be evicted."""
         return self._index.num_idle_pages
 
     def prefix_of(self, tokens: list[int], salt: str) -> Prefix:
-        """The keys of a sequence that begins with `tokens`."""
         from cpmcu import C
 
         root = root_key(self._seed, salt, self._hash)
         return Prefix(page_keys(C.token_bytes(tokens), self._page_size, root, self._hash))
 
     def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
-        """The cached pages of a prompt.
-
-        Its last token is always computed, so the page of that token is left out. Pages from the
-        first one that is not on the device on are copied from host memory.
-        """
         most = (num_tokens - 1) // self._page_size
         found = self._index.match(prefix.keys[:most])
         usable = 0
@@ -156,10 +102,6 @@ class PrefixCache:
         return found[:usable]
 
     def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
-        """Will the page behind `matched` be cached soon?
-
-        It is if a running sequence computes it, or if the disk has it; this starts to read it.
-        """
         if self.is_reading(prefix):
             return True
         most = (num_tokens - 1) // self._page_size
@@ -181,21 +123,11 @@ class PrefixCache:
         return self._disk.is_reading(prefix.reading)
 
     def still_waits(self, prefix: Prefix) -> bool:
-        """Does the prefix wait for the same pages as when `must_wait` was last asked?"""
         return prefix.waits_for in self._pending or self.is_reading(prefix)
-
-    def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
-        """Number of pages, free or idle, that a sequence beginning with `matched` must take."""
-        in_use = sum(entry.users > 0 and entry.page >= 0 for entry in matched)
-        return -(-num_tokens // self._page_size) - in_use
 
     # ---- a sequence's life
 
     def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
-        """Starts a sequence with the entries `matched`.
-
-        Returns its shared pages and the number of its cached tokens.
-        """
         self._index.use(matched)
         prefix.entries = list(matched)
         prefix.num_cached = len(matched) * self._page_size
@@ -207,33 +139,28 @@ class PrefixCache:
         return [entry.page for entry in matched if entry.page >= 0], prefix.num_cached
 
     def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Copies cached pages from host memory to the slot's pages.
-
-        `num_tokens`: length of the prompt. The slot has its pages already.
-        """
         missing = [entry for entry in prefix.entries if entry.page < 0]
         if missing:
             begin = len(prefix.entries) - len(missing)
-            pages = self._engine.slot_pages(slot)[begin : len(prefix.entries)]
+            pages = self._engine.pages.of_slot(slot)[begin : len(prefix.entries)]
             blocks = [entry.block for entry in missing]
-            self._engine.load_pages(pages, self._host.blocks, blocks)
-            self._engine.hold_pages(pages)
+            self._engine.pages.load(pages, self._host.blocks, blocks)
+            self._engine.pages.hold(pages)
             for entry, page in zip(missing, pages):
                 self._index.set_page(entry, page)
         if self.has_states and prefix.entries:
-            self._engine.load_slot(slot, self._states.blocks, prefix.entries[-1].state)
+            self._engine.pages.load_slot(slot, self._states.blocks, prefix.entries[-1].state)
         self.counters.queries += num_tokens
         self.counters.hits += prefix.num_cached
         self.counters.host_hits += len(missing) * self._page_size
 
     def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Saves the per-slot tensors after `num_tokens` tokens, a multiple of the page size."""
         index = num_tokens // self._page_size
         if not self.has_states or index == 0 or index in prefix.states:
             return
         block = self._take_state(prefix, at_end=index in prefix.ends)
         if block >= 0:
-            self._engine.save_slot(slot, self._states.blocks, block)
+            self._engine.pages.save_slot(slot, self._states.blocks, block)
             prefix.states[index] = block
 
     def chunk_end(self, prefix: Prefix, begin: int, end: int, num_tokens: int) -> int:
@@ -254,16 +181,12 @@ class PrefixCache:
         return max(begin, end // size * size)
 
     def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
-        """Publishes the pages of the first `num_written` tokens, which prefill has written.
-
-        While the sequence runs, pages to which the draft may still write are not published.
-        """
         rewritten = 0 if ended else max(self._engine.num_rewritten, 1)
         count = min(num_written - rewritten, len(prefix.keys) * self._page_size)
         count //= self._page_size
         if count <= len(prefix.entries) or prefix.collided or prefix.epoch != self._epoch:
             return
-        pages = self._engine.slot_pages(slot)
+        pages = self._engine.pages.of_slot(slot)
         held: list[int] = []
         parent = prefix.entries[-1] if prefix.entries else None
         for i in range(len(prefix.entries), count):
@@ -280,7 +203,7 @@ class PrefixCache:
                 break
             prefix.entries.append(entry)
             if entry.page >= 0 and entry.users == 0:  # it was computed again: one copy is enough
-                self._engine.drop_pages([entry.page])
+                self._engine.pages.drop([entry.page])
                 self._index.set_page(entry, -1)
             if entry.page >= 0:
                 prefix.elsewhere.add(entry)
@@ -296,15 +219,11 @@ class PrefixCache:
             if self._disk is not None:
                 self._disk.wants(entry)
             parent = entry
-        self._engine.hold_pages(held)
+        self._engine.pages.hold(held)
         if self._pages_are_scarce:
             self._host.grow()
 
     def end(self, prefix: Prefix, slot: int, num_read: int, request: Sequenced) -> None:
-        """Ends a sequence of which prefill has read `num_read` tokens.
-
-        Call it before the slot is released.
-        """
         if self._decoded and not self.has_states and num_read >= len(request.prompt):
             tokens = (request.prompt + request.tokens)[:-1]  # the last is not in the cache
             prefix.keys = self.prefix_of(tokens, request.cache_salt).keys
@@ -313,7 +232,6 @@ class PrefixCache:
         self.release(prefix)
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence uses the cache no longer."""
         if prefix.epoch == self._epoch:
             for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
                 self._forget_pending(key)
@@ -331,11 +249,7 @@ class PrefixCache:
         return 2 * self._engine.num_free_pages < self._engine.num_pages
 
     def make_room(self, slot: int, num_tokens: int) -> bool:
-        """Evicts pages so that the slot may hold `num_tokens` tokens.
-
-        False: no page can be evicted.
-        """
-        held = len(self._engine.slot_pages(slot)) + self._engine.num_free_pages
+        held = len(self._engine.pages.of_slot(slot)) + self._engine.num_free_pages
         return self.evict(max(EVICTED_AT_ONCE, -(-num_tokens // self._page_size) - held)) > 0
 
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:
@@ -345,7 +259,7 @@ class PrefixCache:
         dropped = [entry.page for entry in entries]
         for entry in entries:
             self._index.set_page(entry, -1)
-        self._engine.drop_pages(dropped)
+        self._engine.pages.drop(dropped)
         for entry in entries:
             self._forget_empty(entry)
         self.counters.evicted += len(dropped)
@@ -376,13 +290,12 @@ class PrefixCache:
             blocks.append(block)
         saved = entries[: len(blocks)]
         if saved:
-            self._engine.save_pages([entry.page for entry in saved], self._host.blocks, blocks)
+            self._engine.pages.save([entry.page for entry in saved], self._host.blocks, blocks)
         for entry, block in zip(saved, blocks):
             self._index.set_block(entry, block)
         return len(saved)
 
     def wait(self, seconds: float) -> None:
-        """While no step runs: waits for the disk's reads, at most so long."""
         if self._disk is not None:
             self._disk.wait(seconds)
 
@@ -391,7 +304,6 @@ class PrefixCache:
         return self._disk is not None and self._disk.is_reading(prefix.reading or [])
 
     def reset(self) -> None:
-        """Forgets everything, on disk too. Running sequences keep their pages, unpublished."""
         self._epoch += 1
         for entry in self._index:
             if entry.alive and entry.parent is None:
@@ -401,10 +313,6 @@ class PrefixCache:
             self._disk.reset()
 
     def tick(self, launched: int, collected: int) -> bool:
-        """Advances the copies that run beside the steps. `launched`, `collected`: numbers of steps.
-
-        True: it must be called again soon.
-        """
         busy = self._disk is not None and self._disk.tick(launched, collected)
         if launched == collected:
             busy = self._save_ahead() or busy
@@ -414,11 +322,10 @@ class PrefixCache:
         """Writes the pages that are not on disk yet, and frees the host memory."""
         if self._disk is not None:
             self._disk.close()
-        self._host.close()
-        self._states.close()
+        self._states.memory.close()
+        super().close()
 
     def snapshot(self) -> CacheCounters:
-        """The counters, and the pages of each tier now."""
         self.counters.host_pages = self._host.num_used
         self.counters.pages = self._index.num_pages
         if self._disk is not None:
@@ -482,7 +389,7 @@ class PrefixCache:
     def _give_back(self, removed: list[Entry]) -> None:
         """Frees the pages, host blocks and states of entries that left the index, unless in use."""
         free = [entry for entry in removed if entry.users == 0]
-        self._engine.drop_pages([entry.page for entry in free if entry.page >= 0])
+        self._engine.pages.drop([entry.page for entry in free if entry.page >= 0])
         for entry in free:
             entry.page = -1
             if entry.block >= 0 and entry.locks == 0:

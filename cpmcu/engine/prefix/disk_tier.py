@@ -143,8 +143,8 @@ class DiskTier:
         self, key: bytes, parent: Entry | None, tokens: bytes, *, needs_state: bool
     ) -> _Read | None:
         """Takes the memory for a page and an entry for it. None: there is no memory."""
-        if self._engine.has_copies:  # a copy may still use a block that the read would fill
-            self._engine.wait_for_copies()
+        if self._engine.pages.has_copies:  # a copy may still use a block that the read would fill
+            self._engine.pages.wait_for_copies()
         self._host.is_calm = True
         block = self._take_block()
         if block < 0:
@@ -223,9 +223,9 @@ class DiskTier:
                 ready[entry] = None
         wanted = min(len(ready), self._engine.num_free_pages - FREE_PAGES)
         if wanted > 0:
-            pages = self._engine.take_pages(wanted)  # fewer while steps may still read free pages
+            pages = self._engine.pages.take(wanted)  # fewer while steps may still read free pages
             loaded = list(ready)[: len(pages)]
-            self._engine.load_pages(pages, self._host.blocks, [entry.block for entry in loaded])
+            self._engine.pages.load(pages, self._host.blocks, [entry.block for entry in loaded])
             for entry, page in zip(loaded, pages):
                 self._index.set_page(entry, page)
             self._loaded += loaded
@@ -253,7 +253,7 @@ class DiskTier:
         self._begin_copies(launched)
         idle = launched == collected
         if idle and self._copies:
-            self._engine.wait_for_copies()
+            self._engine.pages.wait_for_copies()
         while self._copies and (idle or self._copies[0][1] < collected):
             entry = self._copies.popleft()[0]
             if entry.alive:
@@ -279,7 +279,7 @@ class DiskTier:
             entry.locks += 1
             self._copies.append((entry, launched))
         if pages:
-            self._engine.save_pages(pages, self._host.blocks, blocks)
+            self._engine.pages.save(pages, self._host.blocks, blocks)
 
     def _begin_write(self, entry: Entry) -> None:
         state = self._states.view(entry.state) if entry.state >= 0 else None

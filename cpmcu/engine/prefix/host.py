@@ -1,4 +1,4 @@
-"""Pinned host memory: blocks for pages, taken from larger segments."""
+"""Pinned host memory: blocks of one size, taken from larger segments and shared by tiers."""
 
 from __future__ import annotations
 
@@ -17,51 +17,55 @@ MOST_BLOCKS = (1 << 31) - 1  # the extension counts blocks in an int
 GROWER_PAUSE = 0.005  # seconds between two looks at what the thread has taken
 
 
-class HostTier:
-    """Blocks of one size, up to `limit_bytes`. Used by the engine thread only.
+class HostMemory:
+    """Blocks of one size for the tiers that `tier` makes. Used by the engine thread only.
 
     Page-locking memory takes about 0.4 s per GB, so a thread allocates segments before they are
     needed.
     """
 
-    def __init__(
-        self,
-        engine: C.Engine,
-        block_bytes: int,
-        limit_bytes: int,
-        owner: str = "the prefix cache",
-    ) -> None:
-        """`owner`: named by warnings."""
-        self._owner = owner
+    def __init__(self, engine: C.Engine, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.limit = min(limit_bytes // block_bytes, MOST_BLOCKS) if block_bytes else 0
-        self._per_segment = max(1, min(SEGMENT_BYTES // max(1, block_bytes), self.limit))
+        self.limit = 0  # blocks of all tiers
+        self.is_calm = False  # no memory is taken ahead: it would slow down what fills blocks now
+        self._engine = engine
+        self._owners: list[str] = []
+        self._per_segment = 1
         self._blocks: C.HostBlocks | None = None
         self._free: list[int] = []
         self._num_blocks = 0
         self._grower: threading.Thread | None = None
-        self.is_calm = False  # no memory is taken ahead: it would slow down what fills blocks now
         self._in_threads = engine.launch_ahead > 1  # on a CPU, a segment takes no time
-        if self.limit > 0:
-            from cpmcu import C
 
-            self._blocks = C.HostBlocks(engine, block_bytes, self._per_segment, self.limit)
+    def tier(self, limit_bytes: int, owner: str) -> HostTier:
+        """A tier of up to `limit_bytes`, before the first block is taken.
+
+        `owner`: named by warnings.
+        """
+        assert self._blocks is None
+        most = min(limit_bytes // self.block_bytes, MOST_BLOCKS) if self.block_bytes else 0
+        if most > 0:
+            self._owners.append(owner)
+        self.limit = min(self.limit + most, MOST_BLOCKS)
+        return HostTier(self, most)
 
     @property
     def blocks(self) -> C.HostBlocks:
         """The host memory. Valid only if `limit` is above 0."""
-        assert self._blocks is not None
+        if self._blocks is None:
+            from cpmcu import C
+
+            assert self.limit > 0
+            self._per_segment = max(1, min(SEGMENT_BYTES // self.block_bytes, self.limit))
+            self._blocks = C.HostBlocks(
+                self._engine, self.block_bytes, self._per_segment, self.limit
+            )
         return self._blocks
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken from the system, at most `limit_bytes`."""
+        """Bytes taken from the system."""
         return 0 if self._blocks is None else self._blocks.num_bytes
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that are handed out."""
-        return self._num_blocks - len(self._free)
 
     @property
     def has_room(self) -> bool:
@@ -80,17 +84,13 @@ class HostTier:
         """A block is free again."""
         self._free.append(block)
 
-    def view(self, block: int) -> memoryview:
-        """The bytes of a block."""
-        return self.blocks.view(block)
-
     def grow(self) -> None:
         """Requests another segment if few blocks are free."""
-        if self._blocks is None:
+        if self.limit == 0:
             return
         if self._grower is not None and not self._grower.is_alive():
             self._grower = None
-        found = min(self._blocks.num_blocks, self.limit)
+        found = min(self.blocks.num_blocks, self.limit)
         self._free.extend(range(self._num_blocks, found))
         self._num_blocks = max(self._num_blocks, found)
         if self.is_calm and self._free:
@@ -112,13 +112,63 @@ class HostTier:
         if self._grower is not None:
             self._grower.join()
         self._blocks = None
+        self.limit = 0
 
     def _take_segments(self, count: int) -> None:
-        assert self._blocks is not None
+        blocks = self.blocks
         try:
             for _ in range(count):
-                if self._blocks.grow() >= self.limit:
+                if blocks.grow() >= self.limit:
                     break
         except MemoryError as error:
-            logger.warning("%s gets no more host memory: %s", self._owner, error)
-            self.limit = self._blocks.num_blocks
+            owners = " and ".join(self._owners)
+            logger.warning("%s: no more host memory can be taken: %s", owners, error)
+            self.limit = blocks.num_blocks
+
+
+class HostTier:
+    """One user's part of a HostMemory. Used by the engine thread only."""
+
+    def __init__(self, memory: HostMemory, limit: int) -> None:
+        self.memory = memory
+        self.limit = limit  # blocks
+        self.num_used = 0  # blocks that are handed out
+
+    @property
+    def blocks(self) -> C.HostBlocks:
+        """The memory of all tiers. Valid only if `limit` is above 0."""
+        return self.memory.blocks
+
+    @property
+    def has_room(self) -> bool:
+        """Is a block free, or will one be?"""
+        return self.num_used < self.limit and self.memory.has_room
+
+    @property
+    def is_calm(self) -> bool:
+        """Is no memory taken ahead?"""
+        return self.memory.is_calm
+
+    @is_calm.setter
+    def is_calm(self, calm: bool) -> None:
+        self.memory.is_calm = calm
+
+    def take(self) -> int:
+        """A free block, or -1. Waits if a thread is allocating a segment."""
+        block = self.memory.take() if self.num_used < self.limit else -1
+        self.num_used += block >= 0
+        return block
+
+    def give(self, block: int) -> None:
+        """A block is free again."""
+        self.memory.give(block)
+        self.num_used -= 1
+
+    def view(self, block: int) -> memoryview:
+        """The bytes of a block."""
+        return self.memory.blocks.view(block)
+
+    def grow(self) -> None:
+        """Requests another segment if few blocks are free."""
+        if self.num_used < self.limit:
+            self.memory.grow()

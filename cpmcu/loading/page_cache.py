@@ -1,4 +1,4 @@
-"""Makes the prefix cache of a loaded model from its configuration."""
+"""Makes the cache of pages of a loaded model from its configuration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from cpmcu.engine.prefix.base import PageCache
 from cpmcu.engine.prefix.cache import PrefixCache
-from cpmcu.loading.host_memory import cache_bytes
+from cpmcu.loading.host_memory import cache_bytes, swap_bytes
 
 if TYPE_CHECKING:
     from cpmcu.config import EngineConfig
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 STAGING_BYTES = 256 << 20  # host memory that a disk needs
 
 
-def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache | None:
-    """None if the configuration disables the cache. Raises ValueError for an unusable folder."""
+def make_page_cache(loaded: LoadedModel, config: EngineConfig) -> PageCache:
+    """The prefix cache, or one that holds nothing. Raises ValueError for an unusable folder."""
     from cpmcu import C
 
-    if not config.prefix_cache:
-        return None
     is_cuda = loaded.engine.launch_ahead > 1
+    swap = swap_bytes(config.swap_space, is_cuda=is_cuda)
+    if not config.prefix_cache:
+        return PageCache(loaded.engine, C.PAGE_SIZE, swap_bytes=swap)
     host_bytes = cache_bytes(config.prefix_cache_host_gb, is_cuda=is_cuda)
     disk = _disk(loaded, config) if config.prefix_cache_dir is not None else None
     if disk is not None:
@@ -33,6 +35,7 @@ def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache 
         loaded.engine,
         C.PAGE_SIZE,
         host_bytes=host_bytes,
+        swap_bytes=swap,
         decoded=config.prefix_cache_decoded,
         disk=disk,
     )
@@ -60,14 +63,14 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],
         "modules": spec.module_options,
         "draft": [config.speculation.method, config.speculation.options.get("draft_head_quant")],
-        "sizes": [engine.page_bytes, engine.slot_bytes],
+        "sizes": [engine.pages.page_bytes, engine.pages.slot_bytes],
     }
     fingerprint = model_fingerprint(directories, parts)
     store = DiskStore(
         Path(config.prefix_cache_dir).expanduser(),
         fingerprint,
-        page_bytes=engine.page_bytes,
+        page_bytes=engine.pages.page_bytes,
         limit_bytes=int(config.prefix_cache_disk_gb * 1e9),
-        state_bytes=engine.slot_bytes,
+        state_bytes=engine.pages.slot_bytes,
     )
     return DiskTier(store)

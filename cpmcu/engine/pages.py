@@ -1,0 +1,184 @@
+"""Pages of sequences: what each has from the engine, the prefix cache and the swap space.
+
+`Leases` is the only caller of the cache and of the swap space. A sequence has a `Lease` from the
+moment that it holds a slot: begin, reserve, sent, wrote, swap_out, swap_in, end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from cpmcu.engine.prefix.base import CacheCounters, PageCache, Prefix
+from cpmcu.engine.prefix.index import Entry
+from cpmcu.engine.swap_space import SwapSpace
+
+if TYPE_CHECKING:
+    from cpmcu import C
+    from cpmcu.engine.request import Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What the cache has of the tokens of a request."""
+
+    tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
+    prefix: Prefix
+    entries: list[Entry]
+
+
+class Lease:
+    """The pages and the slot of one sequence."""
+
+    __slots__ = ("_cache", "_engine", "_found", "_leases", "_request", "_swapped", "cached", "slot")
+
+    def __init__(self, leases: Leases, request: Request, found: Found) -> None:
+        """Takes a slot that shares the cached pages. Raises what the engine does; nothing is held.
+
+        `reserve` gives the slot its other pages.
+        """
+        self._leases, self._engine, self._cache = leases, leases.engine, leases.cache
+        self._request = request
+        self._found: Found | None = found
+        self._swapped: list[int] = []  # its pages in the swap space
+        pages, cached = self._cache.begin(found.prefix, found.entries, len(found.tokens))
+        try:
+            self.slot = self._engine.add_sequence(
+                request.sampling, request.prompt, request.tokens, pages, cached
+            )
+        except Exception:
+            self._cache.release(found.prefix)
+            raise
+        self.cached = cached  # tokens
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Takes pages for `num_tokens` tokens in all. Idle pages of the cache are evicted for them.
+
+        False: too few pages can be had.
+        """
+        while not self._engine.reserve(self.slot, num_tokens):
+            if not self._cache.make_room(self.slot, num_tokens):
+                return False
+        return True
+
+    def restore(self) -> None:
+        """Copies the cached pages that are in host memory. The slot has its pages already."""
+        if self._found is not None:
+            self._cache.restore(self._found.prefix, self.slot, len(self._found.tokens))
+
+    def chunk_end(self, begin: int, end: int) -> int:
+        """Where a prefill chunk of tokens [begin, end) ends: the cache may want it shorter."""
+        if self._found is None:
+            return end
+        return self._cache.chunk_end(self._found.prefix, begin, end, len(self._found.tokens))
+
+    def sent(self, num_tokens: int) -> None:
+        """A prefill step was launched that ends behind `num_tokens` tokens of the sequence."""
+        if self._found is not None and num_tokens % self._leases.page_size == 0:
+            self._cache.checkpoint(self._found.prefix, self.slot, num_tokens)
+
+    def wrote(self, num_tokens: int) -> None:
+        """Prefill steps have written the first `num_tokens` tokens."""
+        if self._found is not None:
+            self._cache.publish(self._found.prefix, self.slot, num_tokens)
+
+    def swap_out(self, num_read: int) -> bool:
+        """Moves the pages to the swap space. No step of the sequence may be in flight.
+
+        False: they do not fit. The cache has forgotten the sequence in any case.
+        """
+        self._end_prefix(num_read)
+        blocks = self._leases.swap.save(self.slot)
+        self._swapped = blocks or []
+        return blocks is not None
+
+    @property
+    def num_swapped(self) -> int:
+        """Pages in the swap space."""
+        return len(self._swapped)
+
+    def swap_in(self, num_tokens: int) -> bool:
+        """Brings the pages back, with room for `num_tokens` tokens. False: too few are free."""
+        if not self.reserve(num_tokens):
+            return False
+        self._leases.swap.load(self.slot, self._swapped)
+        self._swapped = []
+        return True
+
+    def end(self, num_read: int) -> None:
+        """Gives the slot and all pages back. Prefill has read `num_read` tokens."""
+        self._leases.swap.forget(self._swapped)
+        self._swapped = []
+        self._end_prefix(num_read)
+        self._engine.release(self.slot)
+
+    def _end_prefix(self, num_read: int) -> None:
+        """The cache keeps what it may of a sequence that leaves its pages."""
+        if self._found is not None:
+            self._cache.end(self._found.prefix, self.slot, num_read, self._request)
+        self._found = None
+
+
+class Leases:
+    """Makes leases. Used by the engine thread only."""
+
+    def __init__(self, engine: C.Engine, page_size: int, cache: PageCache) -> None:
+        self.engine, self.page_size, self.cache = engine, page_size, cache
+        self.swap = SwapSpace(engine, cache.swap)
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that are free or can be evicted."""
+        return self.engine.num_free_pages + self.cache.num_idle_pages
+
+    @property
+    def chunk_unit(self) -> int:
+        """Chunks of a prompt have whole units of so many tokens, except the last one."""
+        whole_pages = self.cache.has_states and self.engine.chunk_length >= self.page_size
+        return self.page_size if whole_pages else 1
+
+    def look_up(self, request: Request) -> Found | None:
+        """What the cache has for a request. None: wait, since more will be cached soon.
+
+        If prompt scores are requested, no page is reused.
+        """
+        if request.lookup is not None and self.cache.still_waits(request.lookup):
+            return None
+        tokens = request.prompt + request.tokens
+        if request.lookup is None:
+            request.lookup = self.cache.prefix_of(tokens, request.cache_salt)
+        prefix = request.lookup
+        scored = request.num_prompt_logprobs is not None and not request.tokens
+        entries = [] if scored else self.cache.match(prefix, len(tokens))
+        if self.cache.must_wait(prefix, entries, len(tokens)):
+            return None
+        return Found(tokens, prefix, entries)
+
+    def num_new(self, found: Found) -> int:
+        """Spare pages that a sequence needs to begin."""
+        return self.cache.num_new_pages(found.entries, len(found.tokens))
+
+    def begin(self, request: Request, found: Found) -> Lease:
+        """A lease for a request. Raises what the engine does."""
+        request.lookup = None
+        return Lease(self, request, found)
+
+    def tick(self, launched: int, collected: int) -> bool:
+        """Advances the copies that run beside the steps. True: it must be called again soon."""
+        return self.cache.tick(launched, collected)
+
+    def wait(self, seconds: float) -> None:
+        """While no step runs: waits for the disk's reads, at most so long."""
+        self.cache.wait(seconds)
+
+    def reset_cache(self) -> None:
+        """Forgets all cached prompts."""
+        self.cache.reset()
+
+    def snapshot(self) -> CacheCounters | None:
+        """Counters of the cache; None without one."""
+        return self.cache.snapshot()
+
+    def close(self) -> None:
+        """Writes what the disk is to keep, and frees the host memory."""
+        self.cache.close()

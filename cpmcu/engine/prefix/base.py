@@ -1,0 +1,180 @@
+"""The interface of a cache of pages, and a cache that holds nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from cpmcu.engine.prefix.host import HostMemory
+from cpmcu.engine.prefix.index import Entry
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+
+class Sequenced(Protocol):
+    """What the cache asks of a sequence: its tokens, and whom it shares pages with."""
+
+    prompt: list[int]
+    tokens: list[int]
+    cache_salt: str
+
+
+@dataclasses.dataclass(slots=True)
+class CacheCounters:
+    """Counters of the cache since its start, in tokens and pages."""
+
+    queries: int = 0  # prompt tokens that were looked up
+    hits: int = 0  # of these, tokens that were cached
+    host_hits: int = 0  # of these, tokens that came from host memory
+    disk_hits: int = 0  # of these, tokens that came from disk
+    evicted: int = 0  # pages that left the device
+    pages: int = 0  # on the device now, used or idle
+    host_pages: int = 0
+    disk_pages: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prefix:
+    """The state of one sequence in the cache."""
+
+    keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
+    entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
+    num_cached: int = 0  # tokens that it found cached
+    known: int = 0  # pages that it found cached, those behind the last checkpoint included
+    pending_begin: int = 0  # its pages whose keys are pending: it will publish them
+    pending_end: int = 0
+    waits_for: bytes = b""  # key that a running sequence will publish
+    reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
+    epoch: int = 0  # number of resets before it began
+    collided: bool = False  # another prefix has the next key: nothing more is published
+    states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+    # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
+    # pages. It does not count as their user, so that they can be evicted.
+    elsewhere: set[Entry] = dataclasses.field(default_factory=set)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Pages after which another prompt is likely to go on: where prompts branched, the end."""
+        return self.known, self.pending_end
+
+
+class PageCache:
+    """A cache that holds nothing; PrefixCache overrides its methods. For the engine thread only.
+
+    It owns the host memory of pages. `swap` is the tier of sequences that wait for pages.
+    """
+
+    def __init__(
+        self, engine: C.Engine, page_size: int, *, host_bytes: int = 0, swap_bytes: int = 0
+    ) -> None:
+        """`host_bytes`: most host memory of cached pages; `swap_bytes`: of waiting sequences."""
+        self._engine = engine
+        self._page_size = page_size
+        self._memory = HostMemory(engine, engine.pages.page_bytes)
+        self._host = self._memory.tier(host_bytes, "the prefix cache")
+        self.swap = self._memory.tier(swap_bytes, "the swap space")
+
+    @property
+    def has_states(self) -> bool:
+        """Does a prefix need a checkpoint of per-slot tensors in addition to its pages?"""
+        return False
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that can be evicted."""
+        return 0
+
+    def prefix_of(self, tokens: list[int], salt: str) -> Prefix:
+        """The keys of a sequence that begins with `tokens`."""
+        return Prefix([])
+
+    def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
+        """The cached pages of a prompt.
+
+        Its last token is always computed, so the page of that token is left out. Pages from the
+        first one that is not on the device on are copied from host memory.
+        """
+        return []
+
+    def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
+        """Will the page behind `matched` be cached soon?
+
+        It is if a running sequence computes it, or if the disk has it; this starts to read it.
+        """
+        return False
+
+    def still_waits(self, prefix: Prefix) -> bool:
+        """Does the prefix wait for the same pages as when `must_wait` was last asked?"""
+        return False
+
+    def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
+        """Number of pages, free or idle, that a sequence beginning with `matched` must take."""
+        in_use = sum(entry.users > 0 and entry.page >= 0 for entry in matched)
+        return -(-num_tokens // self._page_size) - in_use
+
+    def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
+        """Starts a sequence with the entries `matched`.
+
+        Returns its shared pages and the number of its cached tokens.
+        """
+        return [], 0
+
+    def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        """Copies cached pages from host memory to the slot's pages.
+
+        `num_tokens`: length of the prompt. The slot has its pages already.
+        """
+
+    def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        """Saves the per-slot tensors after `num_tokens` tokens, a multiple of the page size."""
+
+    def chunk_end(self, prefix: Prefix, begin: int, end: int, num_tokens: int) -> int:
+        """Where a chunk of tokens [begin, end) ends, of a prompt of `num_tokens`.
+
+        Returns `begin` if the chunk must be larger.
+        """
+        return end
+
+    def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
+        """Publishes the pages of the first `num_written` tokens, which prefill has written.
+
+        While the sequence runs, pages to which the draft may still write are not published.
+        """
+
+    def end(self, prefix: Prefix, slot: int, num_read: int, request: Sequenced) -> None:
+        """Ends a sequence of which prefill has read `num_read` tokens.
+
+        Call it before the slot is released.
+        """
+
+    def release(self, prefix: Prefix) -> None:
+        """The sequence uses the cache no longer."""
+
+    def make_room(self, slot: int, num_tokens: int) -> bool:
+        """Evicts pages so that the slot may hold `num_tokens` tokens.
+
+        False: no page can be evicted.
+        """
+        return False
+
+    def tick(self, launched: int, collected: int) -> bool:
+        """Advances the copies that run beside the steps. `launched`, `collected`: numbers of steps.
+
+        True: it must be called again soon.
+        """
+        return False
+
+    def wait(self, seconds: float) -> None:
+        """While no step runs: waits for the disk's reads, at most so long."""
+
+    def reset(self) -> None:
+        """Forgets everything, on disk too. Running sequences keep their pages, unpublished."""
+
+    def snapshot(self) -> CacheCounters | None:
+        """The counters, and the pages of each tier now. None: nothing is ever cached."""
+        return None
+
+    def close(self) -> None:
+        """Writes the pages that are not on disk yet, and frees the host memory."""
+        self._memory.close()

@@ -1,0 +1,88 @@
+#include "engine/pages.h"
+
+namespace cpmcu {
+
+// ---- owners
+
+std::vector<int> Pages::of_slot(int slot) const {
+  check_slot(slot);
+  return states_.pages_of(slot);
+}
+
+bool Pages::reserve(int slot, int num_entries) {
+  set_device(ctx_.device);
+  states_.retire(ring_.num_done());
+  if (states_.reserve(ctx_, slot, num_entries)) return true;
+  if (states_.num_retiring() == 0) return false;
+  ring_.wait(ctx_, num_steps_ - 1);
+  states_.retire(ring_.num_done());
+  return states_.reserve(ctx_, slot, num_entries);
+}
+
+void Pages::release(int slot) {
+  states_.release(slot, num_steps_);
+  states_.retire(ring_.num_done());
+}
+
+std::vector<int> Pages::take(int most) {
+  states_.retire(ring_.num_done());
+  return states_.take(most);
+}
+
+void Pages::hold(const std::vector<int>& pages) { states_.hold(pages); }
+
+void Pages::drop(const std::vector<int>& pages) {
+  states_.drop(pages, num_steps_);
+  states_.retire(ring_.num_done());
+}
+
+// ---- copies
+
+void Pages::save(const std::vector<int>& pages, const HostBlocks& to,
+                 const std::vector<int>& blocks) {
+  begin_copy(to.block_bytes(), page_bytes(), pages.size(), blocks.size());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    states_.save_page(ctx_, pages[i], to.block(blocks[i]));
+  }
+}
+
+void Pages::load(const std::vector<int>& pages, const HostBlocks& from,
+                 const std::vector<int>& blocks) {
+  begin_copy(from.block_bytes(), page_bytes(), pages.size(), blocks.size());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    states_.load_page(ctx_, pages[i], from.block(blocks[i]));
+  }
+}
+
+void Pages::save_slot(int slot, const HostBlocks& to, int block) {
+  check_slot(slot);
+  begin_copy(to.block_bytes(), slot_bytes(), 1, 1);
+  states_.save_slot(ctx_, slot, to.block(block));
+}
+
+void Pages::load_slot(int slot, const HostBlocks& from, int block) {
+  check_slot(slot);
+  begin_copy(from.block_bytes(), slot_bytes(), 1, 1);
+  states_.load_slot(ctx_, slot, from.block(block));
+}
+
+void Pages::wait_for_copies() {
+  set_device(ctx_.device);
+  synchronize(ctx_.device, ctx_.stream);
+  has_copies_ = false;
+}
+
+void Pages::begin_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to) {
+  CHECK(block_bytes >= bytes && num_from == num_to,
+        "{} pieces of state of {} bytes are copied to or from {} blocks of {} bytes", num_from,
+        bytes, num_to, block_bytes);
+  set_device(ctx_.device);
+  has_copies_ = true;
+}
+
+void Pages::check_slot(int slot) const {
+  CHECK(slot >= 0 && slot < states_.num_slots(), "slot {} is asked for, the engine has {}", slot,
+        states_.num_slots());
+}
+
+}  // namespace cpmcu
