@@ -275,7 +275,7 @@ class EngineConfig(SparseOptions):
         metavar="GB",
     )
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
-    num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
+    num_threads: int = option(0, "threads of the CPU back end; 0: OMP_NUM_THREADS, or one per core")
     prefix_cache: bool = option(
         True,
         "keep the keys and values of prompts for later prompts that begin alike; changes no text",

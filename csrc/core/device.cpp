@@ -167,7 +167,8 @@ void Event::wait() const { ++num_synchronizations; }
 #endif
 
 void set_num_threads(int threads) {
-  omp_set_num_threads(threads > 0 ? threads : omp_get_num_procs());
+  static const int by_default = omp_get_max_threads();  // before anything here changes it
+  omp_set_num_threads(threads > 0 ? threads : by_default);
 }
 
 Device device_named(const std::string& name, int index) {

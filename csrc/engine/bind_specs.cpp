@@ -206,7 +206,8 @@ void bind_run_configs(py::module_& m) {
                      "Tokens of one sequence; 0: max_position_embeddings, or what fits.")
       .def_readwrite("cuda_graph", &RuntimeConfig::cuda_graph,
                      "Decode steps are captured and replayed.")
-      .def_readwrite("num_threads", &RuntimeConfig::num_threads, "CPU back end; 0: all cores.")
+      .def_readwrite("num_threads", &RuntimeConfig::num_threads,
+                     "CPU back end; 0: OMP_NUM_THREADS, or all cores.")
       .def_readwrite("cublas_paths", &RuntimeConfig::cublas_paths,
                      "Folders to look for libcublasLt in first.")
       .def_readwrite("verify_strategy", &RuntimeConfig::verify_strategy,

@@ -17,7 +17,7 @@ struct RuntimeConfig {
   int max_num_seqs = 8;       // sequence slots, up to kMaxSeqs
   int max_model_len = 0;      // tokens of one sequence; 0: max_position_embeddings, or what fits
   bool cuda_graph = true;
-  int num_threads = 0;                    // CPU back end; 0: all cores
+  int num_threads = 0;                    // CPU back end; 0: OMP_NUM_THREADS, or all cores
   std::vector<std::string> cublas_paths;  // folders to look for libcublasLt in first
   // Which drafted tokens are accepted: target_match, greedy, topp. The last two change the text.
   std::string verify_strategy = "target_match";

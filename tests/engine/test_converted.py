@@ -44,7 +44,7 @@ def test_same_tokens(
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     tokens = []
     for directory in (tmp_path / "in", tmp_path / "out"):
-        engine = make_engine(directory, max_num_seqs=1, num_threads=2)
+        engine = make_engine(directory, max_num_seqs=1, num_threads=1)
         prompts = [random_ids(count, 203, seed=count) for count in (1, 13, 70)]
         tokens.append([generate(engine, ids, 24, seed=1, temperature=1.0) for ids in prompts])
     assert tokens[0] == tokens[1]
@@ -58,7 +58,7 @@ def accepted(target: Path, draft: Path) -> list[int]:
     engine = make_engine(
         target,
         max_num_seqs=1,
-        num_threads=2,
+        num_threads=1,
         speculative_config=SpeculativeConfig(
             draft_model_path=str(draft), spec_num_iter=3, spec_topk_per_iter=1, spec_tree_size=4
         ),

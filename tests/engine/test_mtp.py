@@ -24,13 +24,14 @@ from tests.unit.test_synthetic_checkpoint import write
 
 extension_or_skip()
 
+GPTQ = ("--quant", "gptq")
 VOCAB, DEPTH = 7, 3  # so few tokens that random weights often draft the right one
 
 
 def load(directory: Path, **speculation: Any) -> LoadedModel:
     config = EngineConfig(
         device="cpu",
-        num_threads=2,
+        num_threads=1,
         max_num_seqs=1,
         chunk_length=32,
         max_model_len=1024,
@@ -62,8 +63,7 @@ def expected_lengths(tiny: TinyCheckpoint, ids: list[int], tokens: list[int]) ->
     return lengths
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_5", False), ("qwen3_next", True)])
 def test_a_chain_is_that_of_the_numpy_head(family: str, tied: bool, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the target's states are those of transformers")
     keys = {"vocab_size": VOCAB, "mtp_num_hidden_layers": 1, "tie_word_embeddings": tied}
@@ -78,11 +78,10 @@ def test_a_chain_is_that_of_the_numpy_head(family: str, tied: bool, tmp_path: Pa
     assert len(seen) >= (2 if tied else 3), seen
 
 
-@pytest.mark.parametrize("quant", [()] if SMALL else [(), ("--quant", "gptq")])
 @pytest.mark.parametrize(
-    ("preset", "topk"),
-    [("tiny-qwen3.5", 4), ("tiny-qwen3.5-moe", 1)]
-    + ([] if SMALL else [("tiny-qwen3.5", 1), ("tiny-qwen3.5-moe", 4)]),
+    ("preset", "topk", "quant"),
+    [("tiny-qwen3.5", 4, ()), ("tiny-qwen3.5-moe", 1, ())]
+    + ([] if SMALL else [("tiny-qwen3.5", 1, GPTQ), ("tiny-qwen3.5-moe", 4, GPTQ)]),
 )
 def test_synthetic_acceptance(
     preset: str, topk: int, quant: tuple[str, ...], tmp_path: Path
@@ -103,7 +102,7 @@ def test_synthetic_acceptance(
     assert loaded.draft.model is not None and loaded.draft.model.linear_method == "dense"
     drive = Drive(loaded.engine)
     ids = [5, 900, 17]
-    tokens = drive.one(ids, 600)
+    tokens = drive.one(ids, 300)
 
     config = json.loads((target / "config.json").read_text())
     pair = lay_out(config, 0, 0.7, 512)

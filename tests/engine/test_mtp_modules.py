@@ -34,7 +34,7 @@ def load(directory: Path, device: str = "cpu", **speculation: Any) -> Any:
 
     config = EngineConfig(
         device=device,
-        num_threads=2,
+        num_threads=1,
         max_num_seqs=speculation.pop("max_num_seqs", 1),
         chunk_length=64,
         max_model_len=512,

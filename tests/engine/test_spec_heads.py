@@ -118,7 +118,7 @@ def test_a_target_head_stored_quantised(models: Models, tmp_path: Path, kind: st
     def tokens(**speculation: Any) -> list[int]:
         config = {"device": models.device, "dtype": models.dtype, "memory_limit": 0.2}
         speculative = SpeculativeConfig(**speculation)
-        config |= {"max_num_seqs": 1, "num_threads": 2, "speculative_config": speculative}
+        config |= {"max_num_seqs": 1, "num_threads": 1, "speculative_config": speculative}
         return Drive(load_model(str(target.directory), config=EngineConfig(**config)).engine).one(
             PROMPTS[4], 20
         )

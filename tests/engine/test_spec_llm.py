@@ -22,7 +22,7 @@ from tokenizers_for_tests import byte_level, write_directory
 
 extension_or_skip()
 
-SETTINGS: dict[str, Any] = {"device": "cpu", "memory_limit": 0.3, "num_threads": 2}
+SETTINGS: dict[str, Any] = {"device": "cpu", "memory_limit": 0.3, "num_threads": 1}
 PROMPTS = ["def hello(", "the quick brown fox", "你好 🙂"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, top_p=0.95, seed=7)

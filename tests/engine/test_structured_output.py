@@ -90,7 +90,7 @@ CASES = [
 
 
 def load(device: str, draft: dict[str, Any], **options: Any) -> LLM:
-    settings = {"memory_limit": 0.1, "num_threads": 2, "max_num_seqs": 5, "max_model_len": 512}
+    settings = {"memory_limit": 0.1, "num_threads": 1, "max_num_seqs": 5, "max_model_len": 512}
     return LLM(str(SHIPPED), device=device, speculative_config=draft, **{**settings, **options})
 
 

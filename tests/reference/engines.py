@@ -30,7 +30,7 @@ def load_tiny(directory: Path, **config: Any) -> LoadedModel:
         "memory_limit": 0.5,
         "max_num_seqs": 1,
         "chunk_length": 256,
-        "num_threads": 2,
+        "num_threads": 1,
     }
     return load_model(str(directory), config=EngineConfig(**(settings | config)))
 
