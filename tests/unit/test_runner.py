@@ -496,11 +496,11 @@ def test_shapes_are_chosen_and_observed(start):
     shapes = [(0, 1), (1, 2), (4, 5)]
     engine = FakeEngine(script, burst=5, step_seconds=0.001)
     runner = start(engine, shapes=shapes)
-    jobs = [Job(max_tokens=300) for _ in range(3)]
+    jobs = [Job(max_tokens=900) for _ in range(3)]
     for job in jobs:
         runner.submit(job.request)
     for job in jobs:
-        assert job.wait().token_ids == job.expected(300)
+        assert job.wait().token_ids == job.expected(900)
     assert engine.shapes[0] == shapes[0]
     assert set(engine.shapes) <= set(shapes) and shapes[-1] in engine.shapes
 
