@@ -138,7 +138,7 @@ def _add_quantize_flags(parser: FlagParser) -> None:
         "--group-size",
         type=int,
         metavar="N",
-        help="inputs that share a scale: 128 (default), or -1 for whole rows",
+        help="inputs that share a scale: 32, 64, 128 (default), or -1 for whole rows",
     )
     group.add_argument(
         "--calibration", type=Path, metavar="FILE.txt", help="text of the kind the model will see"

@@ -228,7 +228,7 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
     if not reader.flag("sym", default=True):
         raise reader.fail("sym", "true: Marlin's layout has no zero points")
     reader.refuse("desc_act", "Marlin's layout has no order of activations")
-    group_size = check_group_size(quant_config.get("group_size"))
+    group_size = check_group_size(quant_config.get("group_size"), (GROUP_SIZE,))
     dynamic = quant_config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise reader.fail("dynamic", "rules for single layers")

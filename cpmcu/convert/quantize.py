@@ -31,7 +31,7 @@ from cpmcu.convert.output import (
     copied,
     write_model,
 )
-from cpmcu.convert.quantize_options import DAMPING, GROUP_SIZE, QuantizeOptions
+from cpmcu.convert.quantize_options import DAMPING, QuantizeOptions
 from cpmcu.convert.rounding import Quantized, best_scales, gptq, round_to_nearest
 from cpmcu.errors import about
 from cpmcu.loading.hub import resolve_model
@@ -121,8 +121,8 @@ def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
     odd = next((m for m, (_, k) in _sizes(model).items() if k % options.group(k)), None)
     if odd is not None:
         notes.append(
-            f"the last group of {odd} is shorter than {GROUP_SIZE}: cpmcu runs that, some other "
-            "programs do not (--group-size -1 suits them)"
+            f"the last group of {odd} is shorter than {options.group_size}: cpmcu runs that, some "
+            "other programs do not (--group-size -1 suits them)"
         )
     return notes
 
@@ -157,8 +157,6 @@ def _open(path: Path, options: QuantizeOptions) -> _Source:
                 "one matrix for each expert"
             )
         modules[module] = parts
-    if options.bits == 8 and any(".experts." in module for module in modules):
-        raise ValueError("bits is 8, expected 4: experts have no kernels for 8-bit integers")
     if not modules:
         raise ValueError("no linear layer was found, expected tensors such as q_proj.weight")
     return _Source(path, files, config, checkpoint, fields, modules)

@@ -8,7 +8,9 @@ from typing import Any
 
 METHODS = ("rtn", "gptq")
 BITS = (4, 8)
-GROUP_SIZE, CHANNEL_WISE = 128, -1  # as in cpmcu/quant/int4.py, which imports numpy
+# As in cpmcu/quant/int4.py, which imports numpy.
+GROUP_SIZE, CHANNEL_WISE = 128, -1
+GROUP_SIZES = (32, 64, GROUP_SIZE)
 DAMPING = 0.01
 CALIBRATION_TOKENS = 32768
 
@@ -29,10 +31,10 @@ class QuantizeOptions:
             raise ValueError(f"method is {self.method!r}, expected {' or '.join(METHODS)}")
         if self.bits not in BITS:
             raise ValueError(f"bits is {self.bits}, expected {' or '.join(map(str, BITS))}")
-        if self.group_size not in (GROUP_SIZE, CHANNEL_WISE):
+        if self.group_size not in (*GROUP_SIZES, CHANNEL_WISE):
             raise ValueError(
-                f"group_size is {self.group_size}, expected {GROUP_SIZE}, or {CHANNEL_WISE} for "
-                "whole rows: the engine has no kernels for other groups"
+                f"group_size is {self.group_size}, expected {', '.join(map(str, GROUP_SIZES))}, or "
+                f"{CHANNEL_WISE} for whole rows: the engine has no kernels for other groups"
             )
         if self.method == "gptq" and self.calibration is None:
             raise ValueError("method is 'gptq', expected a calibration text (--calibration FILE)")

@@ -1,4 +1,4 @@
-"""AWQ in AutoAWQ's format "gemm": zero points, groups of 128 or channel-wise scales.
+"""AWQ in AutoAWQ's format "gemm": zero points, groups of 32, 64 or 128, or channel-wise scales.
 
 `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8] and `scales` [G, N] for each linear layer.
 """

@@ -41,7 +41,7 @@ class CpmcuMarlin:
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
         check_bits(quant.get("bits", 4), 4)
-        group_size = check_group_size(quant.get("group_size", GROUP_SIZE))
+        group_size = check_group_size(quant.get("group_size", GROUP_SIZE), (GROUP_SIZE,))
         if quant.get("sym", True) is not True:
             raise ValueError("quantization_config: sym is false, expected true of a Marlin file")
         refuse_order(quant, group_size)

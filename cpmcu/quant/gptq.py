@@ -1,4 +1,4 @@
-"""GPTQ in the format of AutoGPTQ and GPTQModel: groups of 128 or channels, in order of K.
+"""GPTQ in the format of AutoGPTQ and GPTQModel: groups of 32, 64, 128, or channels, in order of K.
 
 Each linear layer has `qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and
 `g_idx` [K]; with 8 bits [K / 4, N] and [G, N / 4]. If `sym` is true, all zero points are 8 (128);
@@ -18,7 +18,6 @@ from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
-    GROUP_SIZE,
     Format,
     check_bits,
     check_group_size,
@@ -203,7 +202,7 @@ def check_side_tensors(
             raise misfit(g_idx, f"int32 [{k}]")
         check_order(g_idx, read, group_size)
     if qzeros is not None and version is not None:
-        groups = 1 if group_size == CHANNEL_WISE else -(-k // GROUP_SIZE)
+        groups = 1 if group_size == CHANNEL_WISE else -(-k // group_size)
         columns = n * bits // 32
         if (qzeros.dtype, qzeros.shape) != ("int32", (groups, columns)):
             raise misfit(qzeros, f"int32 [{groups}, {columns}]")
@@ -215,7 +214,7 @@ def check_order(g_idx: TensorMeta, read: Read, group_size: int) -> None:
     if g_idx.dtype != "int32" or len(g_idx.shape) != 1:
         raise misfit(g_idx, "int32 [K]")
     groups = read(g_idx.name)
-    step = GROUP_SIZE if group_size == GROUP_SIZE else len(groups)
+    step = len(groups) if group_size == CHANNEL_WISE else group_size
     if not np.array_equal(groups, np.arange(len(groups)) // max(step, 1)):
         raise ValueError(
             f"{g_idx.name} permutes the inputs (desc_act), expected groups of {step} in order"

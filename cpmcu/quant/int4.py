@@ -16,6 +16,7 @@ from cpmcu.quant.registry import LinearOptions, Read, Repack
 
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
+GROUP_SIZES = (32, 64, GROUP_SIZE)
 
 _FUSED = ("qkv_proj", "gate_up_proj")  # stored as one matrix by CPM.cu
 # Projections without a bias in all supported models.
@@ -122,12 +123,12 @@ def check_present(scheme: str, tensors: Mapping[str, TensorMeta], suffix: str) -
         raise ValueError(f"quantization_config says {scheme}, but no tensor ends in {suffix}")
 
 
-def check_group_size(found: Any) -> int:
-    """Returns `found` if it is 128 or -1. Raises ValueError otherwise."""
-    if found not in (GROUP_SIZE, CHANNEL_WISE) or isinstance(found, bool):
+def check_group_size(found: Any, sizes: Sequence[int] = GROUP_SIZES) -> int:
+    """Returns `found` if it is one of `sizes` or -1. Raises ValueError otherwise."""
+    if found not in (*sizes, CHANNEL_WISE) or isinstance(found, bool):
         raise ValueError(
-            f"quantization_config: group_size is {shown(found)}, expected {GROUP_SIZE}, or "
-            f"{CHANNEL_WISE} for one scale a channel"
+            f"quantization_config: group_size is {shown(found)}, expected "
+            f"{', '.join(map(str, sizes))}, or {CHANNEL_WISE} for one scale a channel"
         )
     return int(found)
 

@@ -3,11 +3,14 @@
 // Length of bind_packed_ops: one binding after another, without branches.
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "kernels/bind_ops.h"
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/packed/code8_pack.h"
 #include "kernels/gemm/packed/float_group_pack.h"
 #include "kernels/gemm/packed/int4_pack.h"
+#include "kernels/gemm/packed/int8_pack.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -29,11 +32,14 @@ struct OpsFusedGemm {
 
 PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
                        const std::string& scale_dtype, int scale_rows, int group) {
-  CHECK(codes == "int4" || codes == "e4m3" || codes == "e2m1",
-        "codes are \"{}\", expected \"int4\", \"e4m3\" or \"e2m1\"", codes);
-  return {.codes = codes == "int4"   ? Codes::kInt4
-                   : codes == "e4m3" ? Codes::kE4m3
-                                     : Codes::kE2m1,
+  const std::map<std::string, Codes> known = {{"int4", Codes::kInt4},
+                                              {"int8", Codes::kInt8},
+                                              {"e4m3", Codes::kE4m3},
+                                              {"e2m1", Codes::kE2m1}};
+  const auto found = known.find(codes);
+  CHECK(found != known.end(), "codes are \"{}\", expected \"int4\", \"int8\", \"e4m3\" or \"e2m1\"",
+        codes);
+  return {.codes = found->second,
           .planes = planes,
           .zero_points = zero_points,
           .scale_dtype = parse_dtype(scale_dtype),
@@ -62,6 +68,18 @@ void bind_packed_ops(py::module_& m) {
            "blocks"_a, py::kw_only(), "n"_a, "k"_a, "codes"_a = "int4", "planes"_a = 1,
            "zero_points"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0,
            "gated"_a = false);
+  m.def(
+      "int8_pack",
+      [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
+         int64_t first_row, int64_t k_per_scale) {
+        int8_pack(c.ctx, {.w = w.weight,
+                          .codes = tensor_of(codes),
+                          .scales = tensor_of(scales),
+                          .first_row = first_row,
+                          .k_per_scale = k_per_scale});
+      },
+      "ctx"_a, "w"_a, "codes"_a, "scales"_a, py::kw_only(), "first_row"_a = 0, "k_per_scale"_a = 32,
+      "csrc/kernels/gemm/packed/int8_pack.h");
   m.def(
       "float_group_pack",
       [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
@@ -94,7 +112,8 @@ void bind_packed_ops(py::module_& m) {
   m.def(
       "int4_pack",
       [](const OpsContext& c, const OpsWeight& w, int format, SharedArray q, SharedArray scales,
-         SharedArray zeros, int64_t first_row, int64_t first_k, int64_t n, int64_t k) {
+         SharedArray zeros, int64_t first_row, int64_t first_k, int64_t n, int64_t k,
+         int64_t k_per_scale) {
         int4_pack(c.ctx, {.w = w.weight,
                           .format = static_cast<Int4Format>(format),
                           .q = tensor_of(q),
@@ -103,10 +122,11 @@ void bind_packed_ops(py::module_& m) {
                           .first_row = first_row,
                           .first_k = first_k,
                           .n = n ? n : w.weight.n,
-                          .k = k ? k : w.weight.k});
+                          .k = k ? k : w.weight.k,
+                          .k_per_scale = k_per_scale});
       },
       "ctx"_a, "w"_a, "format"_a, py::kw_only(), "q"_a, "scales"_a, "zeros"_a = SharedArray(),
-      "first_row"_a = 0, "first_k"_a = 0, "n"_a = 0, "k"_a = 0,
+      "first_row"_a = 0, "first_k"_a = 0, "n"_a = 0, "k"_a = 0, "k_per_scale"_a = 128,
       "csrc/kernels/gemm/packed/packed.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 "
       "Marlin");
   m.def(

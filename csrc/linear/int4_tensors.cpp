@@ -1,5 +1,5 @@
 // Layout "int4": the tensors of GPTQ, AWQ, compressed-tensors and CPM.cu's Marlin files. Options:
-// format, group_size (128 or -1), zero_points, scale_dtype, stacked.
+// format, group_size (32, 64, 128 or -1), zero_points, scale_dtype, stacked.
 #include <iterator>
 #include <string_view>
 #include <vector>
@@ -63,6 +63,7 @@ class Int4Tensors : public PackedTensors {
 
   Int4Format format_;
   bool by_row_;  // the tensors are [N, ...]
+  int64_t k_per_scale_ = kPackedK;
   PackedWeight weight_;
   std::vector<Part> parts_;
   int64_t num_bytes_ = 0;
@@ -71,22 +72,27 @@ class Int4Tensors : public PackedTensors {
 Int4Tensors::Int4Tensors(const LinearConfig& config)
     : format_(format_of(config)),
       by_row_(format_ == Int4Format::kCompressed),
-      weight_({.n = config.out_features(),
-               .k = config.in_features,
-               .layout = {.zero_points = config.options.zero_points,
-                          .scale_dtype = config.options.scale_dtype},
-               .gated = config.gated}) {
+      weight_(
+          {.n = config.out_features(),
+           .k = config.in_features,
+           .layout = {.zero_points = config.options.zero_points,
+                      .scale_dtype = config.options.scale_dtype,
+                      .group = config.options.group_size == 32 || config.options.group_size == 64
+                                   ? 32
+                                   : 0},
+           .gated = config.gated}) {
   const std::string& name = config.stacked_name();
   const int group = config.options.group_size;
-  CHECK(group == kPackedK || group == -1, "{}: group_size is {}, expected {} or -1", name, group,
-        kPackedK);
+  CHECK(group == 32 || group == 64 || group == kPackedK || group == -1,
+        "{}: group_size is {}, expected 32, 64, {} or -1", name, group, kPackedK);
   const int64_t k = config.in_features;
   const bool tiled = format_ == Int4Format::kMarlin;
   const int64_t n_factor = by_row_ ? 1 : tiled ? 64 : 8, k_factor = tiled ? 16 : 8;
   CHECK(!tiled || group != -1 || k > kPackedK,
         "{} has {} inputs and channel-wise scales, expected more than {} inputs in this format",
         name, k, kPackedK);
-  const int64_t groups = group == -1 ? 1 : (k + kPackedK - 1) / kPackedK;
+  k_per_scale_ = group == -1 ? kPackedK : group;
+  const int64_t groups = group == -1 ? 1 : (k + group - 1) / group;
   std::vector<LinearPart> parts = config.parts;
   if (config.options.stacked) parts = {{name, config.out_features()}};
   int64_t row = 0, bytes = 0;
@@ -137,7 +143,8 @@ void Int4Tensors::pack(const Context& ctx, const PackedWeight& weight, char* buf
                     .zeros = weight.layout.zero_points ? zeros_of(part, buffer) : Tensor(),
                     .first_row = part.first_row,
                     .n = part.n,
-                    .k = weight.k});
+                    .k = weight.k,
+                    .k_per_scale = k_per_scale_});
   }
 }
 

@@ -1,52 +1,59 @@
-// Layout "int8": 8-bit integers as two nibble planes, which the loader splits
-// (cpmcu/quant/int8.py). Each plane of a module NAME is a 4-bit matrix with zero points:
-// "NAME.high.qweight" and "NAME.low.qweight" int32 [K' / 8, N], nibble i of a word is k = 8 row +
-// i, K' is K rounded up to 128; ".scales" [G, N] and ".qzeros" int32 [G, N / 8] likewise. The
-// scales of the high plane are 16 times those of the low plane, and its zero points are 8. Options:
-// group_size (128 or -1), scale_dtype.
-#include <array>
+// Layout "int8": integers of 8 bits, w = (q - 128) * scale. Options:
+//
+//   format          codes                        scales, G = K / group_size rounded up (-1: 1)
+//   "gptq"          qweight int32 [K / 4, N]     scales [G, N]
+//   "compressed"    weight_packed int32 [N, K/4] weight_scale [N, G]
+//   "plain"         weight int8 [N, K]           weight_scale [N, G]; holds q - 128
+//   "plain_tensor"  the same                     weight_scale [1, 1]
+//
+//   group_size (a multiple of 32, or -1), scale_dtype
+#include <string_view>
 #include <vector>
 
-#include "kernels/gemm/packed/int4_pack.h"
+#include "kernels/gemm/packed/int8_pack.h"
 #include "linear/packed_tensors.h"
 
 namespace cpmcu {
 namespace {
 
-constexpr std::array kPlanes = {".high", ".low"};  // in the order of the weight blocks
+constexpr int kGroup = 32;  // k of a scale in weight blocks
 
-int64_t align_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+int64_t align_up(int64_t bytes) {
+  return (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;
+}
 
 class Int8Tensors : public PackedTensors {
  public:
-  explicit Int8Tensors(const LinearConfig& config) {
+  explicit Int8Tensors(const LinearConfig& config) : format_(config.options.format) {
     const LinearOptions& options = config.options;
-    CHECK(options.group_size == kPackedK || options.group_size == -1,
-          "{}: group_size is {}, expected {} or -1", config.stacked_name(), options.group_size,
-          kPackedK);
-    weight_ = {.n = config.out_features(),
-               .k = config.in_features,
-               .layout = {.planes = 2, .zero_points = true, .scale_dtype = options.scale_dtype},
-               .gated = config.gated};
-    plane_k_ = align_up(weight_.k, kPackedK);
-    groups_ = options.group_size == -1 ? 1 : plane_k_ / kPackedK;
+    const std::string& name = config.stacked_name();
+    CHECK(format_ == "gptq" || format_ == "compressed" || format_ == "plain" ||
+              format_ == "plain_tensor",
+          "{}: format \"{}\" of 8-bit integers is not known; known are \"gptq\", \"compressed\", "
+          "\"plain\", \"plain_tensor\"",
+          name, format_);
+    CHECK(options.group_size == -1 || (options.group_size > 0 && options.group_size % kGroup == 0),
+          "{}: group_size is {}, expected a multiple of {}, or -1", name, options.group_size,
+          kGroup);
+    weight_ = {
+        .n = config.out_features(),
+        .k = config.in_features,
+        .layout = {.codes = Codes::kInt8, .scale_dtype = options.scale_dtype, .group = kGroup},
+        .gated = config.gated};
+    const int64_t k = weight_.k;
+    k_per_scale_ = options.group_size == -1 ? k : options.group_size;
+    groups_ = (k + k_per_scale_ - 1) / k_per_scale_;
     int64_t row = 0;
     for (const LinearPart& part : config.parts) {
       const int64_t n = part.out_features;
-      CHECK(n % 8 == 0, "{} has {} outputs, expected a multiple of 8 of 8-bit weights", part.name,
-            n);
-      for (size_t plane = 0; plane < kPlanes.size(); ++plane) {
-        Part made{.name = part.name + kPlanes[plane],
-                  .first_row = row,
-                  .n = n,
-                  .first_k = static_cast<int64_t>(plane) * plane_k_};
-        made.q_at = num_bytes_;
-        made.scales_at = made.q_at + align_up(plane_k_ / 2 * n, MemoryPlan::kAlignment);
-        made.zeros_at = made.scales_at + align_up(2 * groups_ * n, MemoryPlan::kAlignment);
-        num_bytes_ = made.zeros_at + align_up(groups_ * n / 2, MemoryPlan::kAlignment);
-        parts_.push_back(made);
-      }
+      CHECK(n % 8 == 0 && k % 8 == 0, "{} is [{}, {}], expected multiples of 8 of 8-bit weights",
+            part.name, n, k);
+      Part made{.name = part.name, .first_row = row, .n = n};
+      made.codes_at = num_bytes_;
+      made.scales_at = made.codes_at + align_up(n * k);
+      num_bytes_ = made.scales_at + align_up(2 * n * groups_);
       row += n;
+      parts_.push_back(made);
     }
   }
 
@@ -54,51 +61,49 @@ class Int8Tensors : public PackedTensors {
   int64_t num_bytes() const override { return num_bytes_; }
 
   void list(WeightTable& table, char* buffer, const std::string& prefix) const override {
+    const bool gptq = format_ == "gptq", compressed = format_ == "compressed";
     for (const Part& part : parts_) {
-      table.add(prefix + part.name + ".qweight", q_of(part, buffer));
-      table.add(prefix + part.name + ".scales", scales_of(part, buffer));
-      table.add(prefix + part.name + ".qzeros", zeros_of(part, buffer));
+      const std::string name = prefix + part.name;
+      Tensor codes = codes_of(part, buffer);
+      if (compressed) codes = Tensor(codes.data(), DType::kI32, {part.n, weight_.k / 4});
+      table.add(name + (gptq ? ".qweight" : compressed ? ".weight_packed" : ".weight"), codes);
+      table.add(name + (gptq ? ".scales" : ".weight_scale"), scales_of(part, buffer));
     }
   }
 
-  // The planes are the two halves of a 4-bit matrix [N, 2 K'].
   void pack(const Context& ctx, const PackedWeight& weight, char* buffer) const override {
-    PackedWeight halves = weight;
-    halves.k = 2 * plane_k_;
-    halves.layout.planes = 1;
     for (const Part& part : parts_) {
-      int4_pack(ctx, {.w = halves,
-                      .format = Int4Format::kGptqV2,
-                      .q = q_of(part, buffer),
+      int8_pack(ctx, {.w = weight,
+                      .codes = codes_of(part, buffer),
                       .scales = scales_of(part, buffer),
-                      .zeros = zeros_of(part, buffer),
                       .first_row = part.first_row,
-                      .first_k = part.first_k,
-                      .n = part.n,
-                      .k = plane_k_});
+                      .k_per_scale = k_per_scale_});
     }
   }
 
  private:
   struct Part {
     std::string name;
-    int64_t first_row = 0, n = 0, first_k = 0;
-    int64_t q_at = 0, scales_at = 0, zeros_at = 0;  // byte offsets in the buffer
+    int64_t first_row = 0, n = 0;
+    int64_t codes_at = 0, scales_at = 0;  // byte offsets in the buffer
   };
 
-  Tensor q_of(const Part& part, char* buffer) const {
-    return {buffer + part.q_at, DType::kI32, {plane_k_ / 8, part.n}};
+  Tensor codes_of(const Part& part, char* buffer) const {
+    char* at = buffer + part.codes_at;
+    if (format_ == "gptq") return {at, DType::kI32, {weight_.k / 4, part.n}};
+    return {at, format_ == "compressed" ? DType::kU8 : DType::kI8, {part.n, weight_.k}};
   }
   Tensor scales_of(const Part& part, char* buffer) const {
-    return {buffer + part.scales_at, weight_.layout.scale_dtype, {groups_, part.n}};
-  }
-  Tensor zeros_of(const Part& part, char* buffer) const {
-    return {buffer + part.zeros_at, DType::kI32, {groups_, part.n / 8}};
+    char* at = buffer + part.scales_at;
+    if (format_ == "gptq") return {at, weight_.layout.scale_dtype, {groups_, part.n}};
+    const int64_t rows = format_ == "plain_tensor" ? 1 : part.n;
+    return {at, weight_.layout.scale_dtype, {rows, groups_}};
   }
 
+  std::string format_;
   PackedWeight weight_;
   std::vector<Part> parts_;
-  int64_t plane_k_ = 0, groups_ = 0, num_bytes_ = 0;
+  int64_t k_per_scale_ = 0, groups_ = 0, num_bytes_ = 0;
 };
 
 REGISTER_LAYOUT("int8", Int8Tensors);

@@ -13,7 +13,7 @@ from tests.engine.test_moe_w4 import tiny_moe
 from tests.engine.test_w4 import dense, logits, tolerance
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import TinyCheckpoint
-from tests.reference.tiny_mixed import write_mixed
+from tests.reference.tiny_mixed import split_form, write_mixed
 from tests.tolerances import assert_close
 
 extension_or_skip()
@@ -28,12 +28,13 @@ def gptq(**changes: Any) -> dict[str, Any]:
 
 def group(targets: list[str], form: str, **changes: Any) -> dict[str, Any]:
     """A group of compressed-tensors for a form of tiny_mixed."""
-    kind, by_row = form.rstrip("c"), form.endswith("c") or form in ("int8", "fp8")
+    kind, size = split_form(form)
+    by_row = size == 0 or form in ("int8", "fp8")
     weights = {
         "num_bits": 4 if kind.endswith("4") else 8,
         "type": "float" if kind == "fp8" else "int",
         "strategy": "channel" if by_row else "group",
-        "group_size": None if by_row else 128,
+        "group_size": None if by_row else size,
         "symmetric": True,
     }
     formats = {"fp8": "float-quantized", "int8": "int-quantized"}
@@ -67,6 +68,32 @@ def check(
     assert_close(logits(found, device), logits(twin, device), tolerance(device))
 
 
+GROUPS = {
+    "gptq4_g32": gptq(group_size=32),
+    "gptq8_g64": gptq(bits=8, group_size=64),
+    "ct4_g64": compressed(group(["Linear"], "ct4_g64")),
+    "ct8_g32": compressed(group(["Linear"], "ct8_g32")),
+    "awq4_g64": {
+        "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
+    },
+}  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", GROUPS)
+def test_groups_of_32_and_64(tmp_path: Path, device: str, form: str, scale_dtype: str) -> None:
+    tiny = dense(tmp_path, "qwen2")
+    forms = {"layers.1.self_attn.o_proj": "dense", "": form}
+    check(tmp_path, tiny, forms, GROUPS[form], device, scale_dtype=scale_dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("form", ["gptq4_g32", "ct8_g32", "awq4_g64", "gptq8", "int8"])
+def test_experts_of_integers(tmp_path: Path, device: str, form: str) -> None:
+    check(tmp_path, tiny_moe(tmp_path), {"": form}, (GROUPS | EIGHT_BITS)[form], device)
+
+
 EIGHT_BITS = {
     "gptq8": gptq(bits=8),
     "gptq8c": gptq(bits=8, group_size=-1),
@@ -87,9 +114,10 @@ def test_8_bits(tmp_path: Path, device: str, form: str, scale_dtype: str) -> Non
 
 
 @on_devices
-def test_8_bits_in_chunks(tmp_path: Path, device: str) -> None:
-    tiny = dense(tmp_path, "llama")
-    directory = write_mixed(tmp_path, tiny.config, tiny.weights, {"": "gptq8"}, gptq(bits=8))
+@pytest.mark.parametrize("form", ["gptq8", "gptq4_g32"])
+def test_chunks(tmp_path: Path, device: str, form: str) -> None:
+    tiny, quant = dense(tmp_path, "llama"), (GROUPS | EIGHT_BITS)[form]
+    directory = write_mixed(tmp_path, tiny.config, tiny.weights, {"": form}, quant)
     whole = logits(directory, device)
     for length in (1, 17, 70):
         assert np.array_equal(logits(directory, device, chunk_length=length), whole)
@@ -181,11 +209,6 @@ def test_q_k_and_v_of_different_bits(tmp_path: Path) -> None:
     )
     assert "q_proj has 4 bits with groups of 128 and" in message
     assert "k_proj has 8 bits" in message and "they are one matrix here" in message
-
-
-def test_experts_of_8_bits(tmp_path: Path) -> None:
-    message = refused(tmp_path, tiny_moe(tmp_path), {"": "gptq8"}, gptq(bits=8))
-    assert "experts have no kernels for 8-bit integers" in message
 
 
 def test_a_module_of_no_group(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention import Case
-from tests.kernels.float_weights import KINDS, FloatWeights
+from tests.kernels.group_weights import KINDS, FloatWeights, IntegerWeights, make_weights
 from tests.kernels.packed import Weights, random_x, scratch_of
 from tests.kernels.util import (
     Floats,
@@ -70,15 +70,24 @@ class FourBits(Weights):
         return ops.FusedGemm(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
 
 
-class GroupedFloats(FloatWeights):
-    gemm = FourBits.gemm
+@dataclass
+class Grouped:
+    """Weights with scales for small groups of k."""
+
+    weights: FloatWeights | IntegerWeights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weights, name)
+
+    def gemm(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
+        return ops.FusedGemm(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
 
 
 @dataclass
 class Gemm:
     """y [M, N] = alpha * x W^T + beta * y; with `norm`, the next GEMM reads y RMS-normed."""
 
-    weights: FourBits | GroupedFloats | Dense
+    weights: FourBits | Grouped | Dense
     alpha: float = 1
     beta: float = 0
     norm: Floats | None = None
@@ -102,16 +111,16 @@ class Layer:
     """The GEMMs o, gate and up, down, and qkv of the next layer."""
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: str, bits: int = 4, floats: str = "", **kind: Any
+        self, shape: tuple[int, ...], dtype: str, bits: int = 4, grouped: str = "", **kind: Any
     ) -> None:
         self.dtype, self.norm_offset = dtype, 0.0
         make: Callable[..., Any] = partial(FourBits, **kind)
         if bits == 16:
             make = partial(Dense, dtype=dtype)
-        elif floats:
+        elif grouped:
 
-            def make(k: int, n: int, **settings: Any) -> GroupedFloats:
-                return GroupedFloats(floats, n, k, **settings)
+            def make(k: int, n: int, **settings: Any) -> Grouped:
+                return Grouped(make_weights(grouped, n, k, **settings))
 
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
@@ -219,9 +228,9 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
 @on_devices_and_dtypes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", sizes(1, 13, 40, 64, 100))
-def test_floats_with_group_scales(device: str, dtype: str, kind: str, m: int) -> None:
+def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
     shape = (256, 128, 192, 520)
-    layer = Layer(shape, dtype, floats=kind)
+    layer = Layer(shape, dtype, grouped=kind)
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
     attended, act, hidden, qkv = layer.run(x, residual, 4)

@@ -432,54 +432,6 @@ def test_eight_bit_gemm(device: str, dtype: str, shape: tuple[int, int, int]) ->
     check(lambda device: run(device)[0], device, x @ values.T, "gemm", "float32")
 
 
-@on_devices_and_dtypes
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "shape", sizes((1, 16, 128), (5, 272, 200), (33, 48, 1000), (64, 304, 72), (150, 512, 640))
-)
-def test_all_codes_of_8_bits(
-    device: str, dtype: str, shape: tuple[int, int, int], gated: bool
-) -> None:
-    """(q - 128) * scale as two planes: zero points 8 of high nibbles, 0 of low ones."""
-    m, n, k = shape
-    rng = np.random.default_rng(n + k)
-    x = random_x(m, k, dtype)
-    whole = -(-k // 128) * 128
-    q = np.full((whole, n), 128, np.uint8)
-    q[:k] = rng.integers(0, 256, (k, n), dtype=np.uint8)
-    scales = rng.uniform(0.2, 1, (whole // 128, n)).astype(np.float16) / np.float16(2048)
-    values = ((q.astype(np.float64) - 128) * scales.repeat(128, axis=0).astype(np.float64)).T[:, :k]
-    order = np.arange(n)
-    if gated:  # interleave eight columns of gate and of up
-        order = order.reshape(2, -1, 8).swapaxes(0, 1).ravel()
-    tensors = [
-        np.concatenate(pair)[:, order]
-        for pair in (
-            (q >> 4, q & 15),
-            (scales * np.float16(16), scales),
-            (np.full(scales.shape, 8, np.uint8), np.zeros(scales.shape, np.uint8)),
-        )
-    ]
-    blocks = packing.pack_blocks(*tensors)
-    kept = "float32" if device == "cpu" else dtype
-
-    def weight(device: str) -> Any:
-        raw = put_raw(device, blocks)
-        return ops.PackedWeight(raw, n=n, k=k, planes=2, zero_points=True, gated=gated)
-
-    out = empty(device, [n, k], kept)
-    ops.packed_dequantize(context(device), out, weight(device))
-    assert np.array_equal(get(out), rounded(values[order], kept))
-    expected, width = x @ values.T, n // 2 if gated else n
-    if gated:
-        expected = expected[:, :width] / (1 + np.exp(-expected[:, :width])) * expected[:, width:]
-
-    def run(device: str) -> npt.NDArray[np.float64]:
-        return get(multiply(device, x, weight(device), width, dtype, "float32"))
-
-    check(run, device, expected, "gemm", "float32")
-
-
 # ---- refused shapes and dtypes
 
 

@@ -1,4 +1,4 @@
-"""Weight blocks of floats with group scales: float_group_pack, packed_dequantize, packed_gemm."""
+"""Weight blocks with scales for small groups of k: packing, packed_dequantize, packed_gemm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.float_weights import KINDS, FloatWeights
+from tests.kernels.group_weights import FLOATS, KINDS, FloatWeights, make_weights
 from tests.kernels.packed import random_x, scratch_of
 from tests.kernels.test_experts import expert_inputs, grouped, random_logits, route
 from tests.kernels.test_sorted_experts import needs_sorted_gemm, sorted_pairs
@@ -45,7 +45,7 @@ SHAPES = sizes((8, 32), (272, 224), (104, 992), (2304, 288))
 def test_pack_and_dequantise(device: str, kind: str, n: int, k: int, parts: int) -> None:
     if n == 8 and parts == 2:
         pytest.skip("a part has 8 rows or more")
-    weights = FloatWeights(kind, n, k, parts)
+    weights = make_weights(kind, n, k, parts=parts)
     first = n // 3
     dtype = "float32" if device == "cpu" else "float16"
     out = empty(device, [n - first, k], dtype)
@@ -54,7 +54,7 @@ def test_pack_and_dequantise(device: str, kind: str, n: int, k: int, parts: int)
 
 
 @on_devices
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FLOATS)
 def test_every_code_and_scale(device: str, kind: str) -> None:
     """Products of all codes with all scales are exact: subnormal numbers, both zeros, ends.
 
@@ -112,7 +112,7 @@ def test_powers_far_below_the_largest_are_zero(device: str, kind: str) -> None:
 @pytest.mark.parametrize("m", sizes(1, 16, 33))
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_gemm(device: str, dtype: str, kind: str, m: int, n: int, k: int) -> None:
-    weights, x = FloatWeights(kind, n, k), random_x(m, k, dtype)
+    weights, x = make_weights(kind, n, k), random_x(m, k, dtype)
 
     def run(device: str) -> npt.NDArray[np.float64]:
         return get(multiply(device, x, weights.put(device), n, dtype, dtype))
@@ -121,8 +121,10 @@ def test_gemm(device: str, dtype: str, kind: str, m: int, n: int, k: int) -> Non
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "interleaved"),
+    [(kind, False) for kind in KINDS] + [(kind, True) for kind in FLOATS],
+)
 @pytest.mark.parametrize(
     "shape", sizes((1, 16, 128), (17, 48, 4096), (33, 1040, 384), (300, 272, 160))
 )
@@ -130,7 +132,8 @@ def test_gated_gemm(
     device: str, dtype: str, kind: str, shape: tuple[int, int, int], interleaved: bool
 ) -> None:
     m, n, k = shape
-    weights = FloatWeights(kind, n, k, 1 if interleaved else 2, gated=True, interleaved=interleaved)
+    settings = {"interleaved": True} if interleaved else {"parts": 2}
+    weights = make_weights(kind, n, k, gated=True, **settings)
     x = random_x(m, k, dtype)
 
     def run(device: str) -> npt.NDArray[np.float64]:
@@ -145,7 +148,7 @@ def test_gated_gemm(
 def test_rows_do_not_depend_on_the_others(
     device: str, dtype: str, kind: str, n: int, k: int
 ) -> None:
-    weight, x = FloatWeights(kind, n, k).put(device), random_x(130, k, dtype)
+    weight, x = make_weights(kind, n, k).put(device), random_x(130, k, dtype)
     full = multiply(device, x, weight, n, dtype, dtype).numpy()
     for m in (1, 7, 9, 17, 33, 63, 64, 65):
         part = multiply(device, x[130 - m :], weight, n, dtype, dtype).numpy()
@@ -163,7 +166,7 @@ def test_experts(
     if by_expert:
         needs_sorted_gemm(device)
     num_experts, top_k, width = 5, 2, n // 2 if gated else n
-    made = [FloatWeights(kind, n, k, gated=gated, seed=i) for i in range(num_experts)]
+    made = [make_weights(kind, n, k, gated=gated, seed=i) for i in range(num_experts)]
     x, _ = expert_inputs(70, 1, 8, k, dtype)
     logits = random_logits(70, num_experts)
     experts, _ = reference.route(logits, top_k, True)
@@ -179,6 +182,35 @@ def test_experts(
     values = np.stack([each.values for each in made])
     expected = reference.expert_gemm(x, values, experts.reshape(-1), top_k, gated)
     check(run, device, expected, "gemm", "float32")
+
+
+@on_devices
+@pytest.mark.parametrize("form", ["uint8", "int8", "int32"])
+def test_forms_of_8_bits(device: str, form: str) -> None:
+    """All codes; one scale for the matrix, or for each row and 64 k."""
+    n, k = 264, 200
+    q = np.resize(np.arange(256), (n, k)).astype(np.uint8)
+    rng = np.random.default_rng(4)
+    one = form == "int8"
+    scales = rng.uniform(0.5, 1, (1, 1) if one else (n, 4)).astype(np.float16)
+    wide = scales if one else scales[:, np.arange(k) // 64]
+    values = (q.astype(np.float64) - 128) * wide.astype(np.float64)
+    codes: npt.NDArray[Any] = q
+    if form == "int8":
+        codes = (q ^ 0x80).view(np.int8)
+    elif form == "int32":
+        quads = np.ascontiguousarray(q.T.reshape(k // 4, 4, n).swapaxes(1, 2))
+        codes, scales = quads.view("<i4")[..., 0], np.ascontiguousarray(scales.T)
+    blocks = put_raw(device, np.full([2, 2, 34816], 0xA5, np.uint8))
+    weight = ops.PackedWeight(blocks, n=n, k=k, codes="int8", group=32)
+    ops.int8_pack(
+        context(device), weight, put_raw(device, codes), put_raw(device, scales),
+        k_per_scale=k if one else 64,
+    )  # fmt: skip
+    dtype = "float32" if device == "cpu" else "float16"
+    out = empty(device, [n, k], dtype)
+    ops.packed_dequantize(context(device), out, weight)
+    assert np.array_equal(get(out), rounded(values, dtype))
 
 
 @on_devices

@@ -15,7 +15,7 @@ formula of the library that defines the format, so the twin depends on the store
 | int8, fp8 | weight * weight_scale |
 | nvfp4, mxfp4, mxfp8 | that of float_groups.py; nvfp4mo and mxfp4mo have ModelOpt's names |
 
-A form ends in "c" for a scale for each whole row; else groups have 128.
+A form ends in "c" for a scale for each whole row, or in "_g32" or "_g64"; else groups have 128.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def form_of(module: str, forms: Mapping[str, str]) -> str:
 def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of a module for W [N, K]; all levels of the format occur."""
     n, k = weight.shape
-    kind, by_row = form.rstrip("c"), form.endswith("c")
+    kind, group = split_form(form)
     if kind == "fp8":
         scale = torch.from_numpy(np.abs(weight).max(1, keepdims=True) / 448).to(scale_dtype)
         codes = (torch.from_numpy(weight) / scale.float()).to(torch.float8_e4m3fn)
@@ -94,7 +94,7 @@ def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torc
         return encode_float_groups(kind, weight)
     bits = 4 if kind.endswith("4") else 8
     half = 1 << bits - 1
-    group_of = np.zeros(k, np.int64) if by_row or kind == "int8" else np.arange(k) // 128
+    group_of = np.zeros(k, np.int64) if kind == "int8" else np.arange(k) // (group or k)
     groups = int(group_of[-1]) + 1
     peaks = np.stack([np.abs(weight[:, group_of == g]).max(1) for g in range(groups)])
     scales = torch.from_numpy(peaks / half + 1e-8).to(scale_dtype)  # [G, N]
@@ -149,6 +149,14 @@ def decode_float_groups(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
     return float_groups.dequantise(kind, codes, scales, 1 / factor if form == "nvfp4" else factor)
 
 
+def split_form(form: str) -> tuple[str, int]:
+    """(kind, group size; 0: a whole row)."""
+    kind, _, group = form.partition("_g")
+    if kind in FLOAT_GROUPS or kind.endswith("c"):
+        return kind.removesuffix("c"), 0
+    return kind, int(group or 128)
+
+
 def in_awq_order(values: Array) -> Array:
     return values.reshape(len(values), -1, 8)[:, :, AWQ_ORDER].reshape(values.shape)
 
@@ -169,7 +177,7 @@ def split(packed: torch.Tensor, bits: int) -> Array:
 
 def decode(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
     """W [N, K], float64."""
-    kind = form.rstrip("c")
+    kind, group = split_form(form)
     if kind in FLOAT_GROUPS:
         return decode_float_groups(kind, stored)
     bits = 4 if kind.endswith("4") else 8
@@ -188,9 +196,9 @@ def decode(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
             )
             for part in ("qweight", "qzeros")
         )
-        group_of = np.arange(len(q)) // 128 if len(zeros) > 1 else np.zeros(len(q), np.int64)
+        group_of = np.arange(len(q)) // (group or len(q))
         return (stored["scales"].double().numpy()[group_of] * (q - zeros[group_of])).T
     q = split(stored["weight_packed"], bits) - (1 << bits - 1)
     scales = stored["weight_scale"].double().numpy()
-    group_of = np.arange(q.shape[1]) // 128 if scales.shape[1] > 1 else np.zeros(q.shape[1], int)
+    group_of = np.arange(q.shape[1]) // (group or q.shape[1])
     return scales[:, group_of] * q

@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMaxRows = 64;  // of x at a time
 constexpr int kScalesAt = 16384;  // byte offset in a block
-constexpr int kZerosAt = kScalesAt + 2 * kPackedRows;
+// Byte offset of zero points in a block.
+int zeros_at(const PackedLayout& layout) { return kScalesAt + 2 * kPackedRows * layout.groups(); }
 
 uint8_t* block_of(const PackedWeight& w, int64_t row_block, int64_t k_block) {
   return static_cast<uint8_t*>(w.blocks) + (row_block * w.k_blocks() + k_block) * w.block_bytes();
@@ -59,7 +60,7 @@ float scale_of(const PackedWeight& w, const uint8_t* block, int row) {
 }
 
 int zero_of(const PackedWeight& w, const uint8_t* block, int row) {
-  return w.layout.zero_points ? block[kZerosAt + row] : 8;
+  return w.layout.zero_points ? block[zeros_at(w.layout) + row] : 8;
 }
 
 // ---- int4_pack
@@ -226,16 +227,21 @@ void int4_pack(const Context&, const Int4PackParams& p) {
     for (int64_t k_block = first_k_block; k_block < end_k_block; ++k_block) {
       uint8_t* block = block_of(w, row_block, k_block);
       const int64_t first_row = row_block * kPackedRows;
-      const int64_t group = groups == 1 ? 0 : k_block - first_k_block;
       const int64_t k = (k_block - first_k_block) * kPackedK;
       // Packs rows [begin, end) of the block from the part's rows n, n + 1, ….
       const auto pack_rows = [&](int begin, int end, int64_t n) {
         for (int row = begin; row < end; ++row) {
           const int64_t own = n + row - begin;
-          const bool inside = own < p.n;
-          reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
-              inside ? stored_scale(p, own, group) : uint16_t{0};
-          if (w.layout.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, own, group) : 8;
+          for (int i = 0; i < w.layout.groups(); ++i) {
+            const int64_t first_of_group = k + i * (kPackedK / w.layout.groups());
+            const bool inside = own < p.n && first_of_group < p.k;
+            const int64_t group = groups == 1 ? 0 : first_of_group / p.k_per_scale;
+            const int at = row * w.layout.groups() + i;
+            reinterpret_cast<uint16_t*>(block + kScalesAt)[at] =
+                inside ? stored_scale(p, own, group) : uint16_t{0};
+            if (!w.layout.zero_points) continue;
+            block[zeros_at(w.layout) + at] = inside ? stored_zero(p, own, group) : 8;
+          }
         }
         thread_local BlockQ q;
         read(p, n, k, begin, end, q);
@@ -304,7 +310,9 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
 
 void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
   check_packed_dequantize(p);
-  if (p.w.layout.codes != Codes::kInt4) return packed_dequantize_decoded(p);
+  if (p.w.layout.codes != Codes::kInt4 || p.w.layout.group > 0) {
+    return packed_dequantize_decoded(p);
+  }
   const PackedWeight& w = p.w;
   const int64_t k_blocks = w.k_blocks() / w.layout.planes;
   dispatch_host_dtype(p.out.dtype(), [&](auto t) {
@@ -332,7 +340,7 @@ void packed_dequantize(const Context&, const PackedDequantizeParams& p) {
 
 void packed_gemm(const Context&, const PackedGemmParams& p) {
   check_packed_gemm(p);
-  if (p.w.layout.codes != Codes::kInt4) return packed_gemm_decoded(p);
+  if (p.w.layout.codes != Codes::kInt4 || p.w.layout.group > 0) return packed_gemm_decoded(p);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);

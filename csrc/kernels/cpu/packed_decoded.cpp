@@ -57,8 +57,39 @@ float decode_e4m3(const PackedLayout& layout, const uint8_t* block, int row, flo
   return scale_of_row(layout, block, row);
 }
 
+float scale_of_group(const PackedLayout& layout, const uint8_t* block, int at) {
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(block + layout.code_bytes())[at];
+  return layout.scale_dtype == DType::kF16 ? to_float(fp16{bits}) : to_float(bf16{bits});
+}
+
+// Integers with a scale for each group: products are exact in float32.
+float decode_int4(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  const auto* words = reinterpret_cast<const uint32_t*>(block);
+  const uint8_t* zeros = block + layout.code_bytes() + 2 * kPackedRows * layout.groups();
+  for (int k = 0; k < kPackedK; ++k) {
+    const NibblePlace place = nibble_place(row, k);
+    const int at = row * layout.groups() + k / layout.group;
+    const int q = static_cast<int>(words[place.word] >> place.shift & 15);
+    to[k] = static_cast<float>(q - (layout.zero_points ? zeros[at] : 8)) *
+            scale_of_group(layout, block, at);
+  }
+  return 1;
+}
+
+float decode_int8(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  for (int k = 0; k < kPackedK; ++k) {
+    to[k] = static_cast<float>(block[byte_place(row, k)] - 128) *
+            scale_of_group(layout, block, row * layout.groups() + k / layout.group);
+  }
+  return 1;
+}
+
 PackedLayout::Decode decode_of(const PackedLayout& layout) {
   switch (layout.codes) {
+    case Codes::kInt4:
+      return decode_int4;
+    case Codes::kInt8:
+      return decode_int8;
     case Codes::kE4m3:
       return decode_e4m3;
     case Codes::kE2m1:

@@ -70,6 +70,7 @@ __device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const cha
   for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
   constexpr int kTileLanes = Unpacker::kTileBytes / kWarpTiles / 16;
   const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
+  static_assert(Unpacker::kExtraBytes / kWarpTiles / 16 <= 32, "one copy for each lane");
   if (lane < scale_lanes) {
     ptx::cp_async16(to + kBytes,
                     block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + lane * 16);
@@ -153,14 +154,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       }
       const Stage& from = stages[stage];
       typename Unpacker::template Tile<T> tiles[2];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        tiles[t] = Unpacker::template load_tile<T>(from.extra + Unpacker::kScaleBytes / kWarpTiles +
-                                                   (t * 16 + g) * Unpacker::kTileRowBytes);
-      }
       float part[2][kGroups][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
+        const int k_group = step / Unpacker::kScaleSteps;
+        if (step % Unpacker::kScaleSteps == 0) {
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            tiles[t] =
+                Unpacker::template load_tile<T>(from.extra + Unpacker::kScaleBytes / kWarpTiles +
+                                                (t * 16 + g) * Unpacker::kTileRowBytes + k_group);
+          }
+        }
         const StepCodes<Unpacker> codes(from.codes, step, lane);
         uint32_t a[2][4];
         Unpacker::template unpack<T>(a[0], codes.tile[0], tiles[0], step);
@@ -174,19 +179,22 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
           for (int t = 0; t < 2; ++t) ptx::mma_16x8x16<T>(part[t][group], a[t], b[0], b[1]);
           if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
         }
-      }
+        if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
+        // The end of a group of k.
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const char* place = from.extra + Unpacker::scale_place(g, all.scale_form) +
-                            2 * t * Unpacker::scale_step(all.scale_form);
-        const float scale[2] = {
-            Unpacker::load_scale(place, all.scale_form),
-            Unpacker::load_scale(place + Unpacker::scale_step(all.scale_form), all.scale_form)};
+        for (int t = 0; t < 2; ++t) {
+          const char* place = from.extra + Unpacker::scale_place(g, all.scale_form) +
+                              2 * t * Unpacker::scale_step(all.scale_form) + 2 * k_group;
+          const float scale[2] = {
+              Unpacker::load_scale(place, all.scale_form),
+              Unpacker::load_scale(place + Unpacker::scale_step(all.scale_form), all.scale_form)};
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
+          for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
+            for (int i = 0; i < 4; ++i) {
+              sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
+              part[t][group][i] = 0;
+            }
           }
         }
       }

@@ -78,15 +78,21 @@ struct HalfBlockFragment {
   typename Unpacker::Fragment codes[4][2];
 
   template <typename Ring>
-  __device__ __forceinline__ void load(const Ring& ring, int stage, const HalfBlockRows& rows,
-                                       bool form) {
-    const int place = Unpacker::scale_place(rows.first, form), step = Unpacker::scale_step(form);
+  __device__ __forceinline__ void load_group(const Ring& ring, int stage, const HalfBlockRows& rows,
+                                             bool form, int k_group) {
+    const int place = Unpacker::scale_place(rows.first, form) + 2 * k_group;
+    const int step = Unpacker::scale_step(form);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       scale[half] = Unpacker::load_scale(ring.scales(stage) + place + half * step, form);
     }
-    tile =
-        Unpacker::template load_tile<T>(ring.tiles(stage) + rows.first * Unpacker::kTileRowBytes);
+    tile = Unpacker::template load_tile<T>(ring.tiles(stage) +
+                                           rows.first * Unpacker::kTileRowBytes + k_group);
+  }
+  template <typename Ring>
+  __device__ __forceinline__ void load(const Ring& ring, int stage, const HalfBlockRows& rows,
+                                       bool form) {
+    load_group(ring, stage, rows, form, 0);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       CodePair<Unpacker> both;
@@ -107,20 +113,27 @@ __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const 
   HalfBlockFragment<Unpacker, T> w;
   w.load(ring, stage, rows, form);
   float part[1][kGroups][4];
-  WgmmaOf<1>::multiply_fragments<T, kGroups>(
+  const auto add = [&] {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
+      }
+    }
+  };
+  WgmmaOf<1>::multiply_fragments<T, kGroups, Unpacker::kScaleSteps>(
       part, ring.rows(stage),
       [&](uint32_t (&a)[4], int pair, int step, int) {
         Unpacker::template unpack<T>(a, w.codes[pair][step], w.tile, 2 * pair + step);
       },
+      [&](int k_group) {
+        add();
+        w.load_group(ring, stage, rows, form, k_group);
+      },
       [] {});
   ring.release(stage, peer_empty);
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
-    }
-  }
+  add();
 }
 
 }  // namespace

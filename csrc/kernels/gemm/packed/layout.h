@@ -2,18 +2,21 @@
 //
 //   codes    numbers                               after the codes
 //   kInt4    (q - z) * scale, z = 8 without zeros  scales [256], 16 bits; zeros [256], 8 bits
+//   kInt8    (q - 128) * scale                     scales [256][4], 16 bits
 //   kE4m3    e4m3(q) * scale                       scales [256 / scale_rows], float32
 //   kE2m1    e2m1(q) * group scale * scale         scales [32], float32; group scales
 //   kOther   what `decode` says: a layout from outside, on the CPU only
 //
 // int4 with two planes has 8 bits: the first K columns hold the high nibbles with 16 times the
-// scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119]. With
-// zero points, that of a high nibble is 8, and w = (16 (h - 8) + (l - z)) * scale; if z is 0,
-// w = (q - 128) * scale for all q of 8 bits.
+// scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
 //
-// Group scales: bytes [256][128 / group], one for `group` k of a row. Byte b is the number
-// 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If it is 0, so are the
-// codes. A product of a code and a group scale is exact in 16 bits. kE4m3 may have them too.
+// int4 with `group` 32 has scales [256][4], and zeros [256][4]: one for 32 k of a row, as kInt8
+// has. A number times such a scale is not exact in 16 bits, so kernels scale the sums of 32 k.
+//
+// Group scales of floats: bytes [256][128 / group], one for `group` k of a row. Byte b is the
+// number 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If it is 0, so
+// are the codes. A product of a code and a group scale is exact in 16 bits. kE4m3 may have them
+// too.
 //
 // To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it
 // needs), and a line in dispatch_unpacker.
@@ -26,7 +29,7 @@ namespace cpmcu {
 constexpr int kPackedRows = 256;  // of a weight block
 constexpr int kPackedK = 128;
 
-enum class Codes : uint8_t { kInt4, kE4m3, kE2m1, kOther };
+enum class Codes : uint8_t { kInt4, kInt8, kE4m3, kE2m1, kOther };
 
 struct PackedLayout {
   // Writes the 128 numbers of a row of a block; returns the factor of their sums.
@@ -35,22 +38,24 @@ struct PackedLayout {
   Codes codes = Codes::kInt4;
   int planes = 1;
   bool zero_points = false;         // kInt4 only
-  DType scale_dtype = DType::kF16;  // kInt4: or kBF16
+  DType scale_dtype = DType::kF16;  // kInt4, kInt8: or kBF16
   int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
-  int group = 0;                    // k of a group scale: kE2m1 16 or 32, kE4m3 0 (none) or 32
+  int group = 0;                    // k of a group: 0 (128), 32, and of kE2m1 16
   int64_t other_block_bytes = 0;    // kOther only
   Decode decode = nullptr;          // kOther only
 
   int bits() const { return codes == Codes::kInt4 || codes == Codes::kE2m1 ? 4 : 8; }
   int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
-  int64_t group_bytes() const { return group == 0 ? 0 : kPackedRows * kPackedK / group; }
+  int groups() const { return group == 0 ? 1 : kPackedK / group; }  // of a row of a block
   int64_t block_bytes() const {
     switch (codes) {
       case Codes::kInt4:
-        return code_bytes() + 2 * kPackedRows + (zero_points ? kPackedRows : 0);
+      case Codes::kInt8:
+        return code_bytes() + (zero_points ? 3 : 2) * kPackedRows * groups();
       case Codes::kE4m3:
       case Codes::kE2m1:
-        return code_bytes() + 4 * kPackedRows / scale_rows + group_bytes();
+        return code_bytes() + 4 * kPackedRows / scale_rows +
+               (group == 0 ? 0 : kPackedRows * groups());
       case Codes::kOther:
         break;
     }

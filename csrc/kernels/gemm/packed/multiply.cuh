@@ -1,7 +1,8 @@
 // Multiplication of a weight block (packed.h) in shared memory with rows of x, by one warp.
 //
 // Scales never touch the weights. Unpacked numbers are exact in 16 bits, so the tensor cores sum
-// codes * x over 128 k. One float32 multiply-add per sum and block applies the scale.
+// codes * x over 128 k. One float32 multiply-add per sum and block applies the scale. Layouts with
+// smaller groups (Unpacker::kScaleSteps) apply it to the sums of a group.
 #pragma once
 
 #include <type_traits>
@@ -24,6 +25,18 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kPackedK + 64, 0, barrier);
 }
 
+template <int kTiles, int kGroups>
+__device__ __forceinline__ void clear(float (&sums)[kTiles][kGroups][4]) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[t][group][i] = 0;
+    }
+  }
+}
+
 // Multiplication policy with mma.sync: a weight block by the rows of x of the same stage.
 struct MmaSync {
   static constexpr bool kTensorMap = false;
@@ -32,11 +45,12 @@ struct MmaSync {
   template <int kGroups>
   using LaneRows = cuda::LaneRows<kGroups>;
 
-  template <typename Unpacker, typename T, int kGroups, typename F>
+  // `part` and `tiles` are those of a group of k; `next_group` is called after each but the last.
+  template <typename Unpacker, typename T, int kGroups, typename N, typename F>
   static __device__ __forceinline__ void multiply(
       float (&part)[2][kGroups][4], int, uint32_t weights, uint32_t rows,
       const LaneRows<kGroups>& lane_rows, const typename Unpacker::template Tile<T> (&tiles)[2],
-      F meanwhile) {
+      N next_group, F meanwhile) {
     // Codes and rows of x of two k steps. They are loaded while the previous two k steps are
     // multiplied.
     CodePair<Unpacker> codes[2];
@@ -62,14 +76,7 @@ struct MmaSync {
       }
     };
     fetch(0);
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) part[t][group][i] = 0;
-      }
-    }
+    clear(part);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       if (pair < 3) fetch(pair + 1);
@@ -85,6 +92,8 @@ struct MmaSync {
             ptx::mma_16x8x16<T>(part[t][group], a, x[0], x[1]);
           }
         }
+        const int done = 2 * pair + step + 1;
+        if (done < 8 && done % Unpacker::kScaleSteps == 0) next_group(done / Unpacker::kScaleSteps);
       }
     }
     meanwhile();
@@ -125,37 +134,49 @@ __device__ __forceinline__ void accumulate_block(
     bool form, F poll, G release) {
   float scale[2][2];
   typename Unpacker::template Tile<T> tiles[2];
+  const auto load_group = [&](int k_group) {
 #pragma unroll
-  for (int t = 0; t < 2; ++t) {
+    for (int t = 0; t < 2; ++t) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int step = Unpacker::scale_step(form) * (2 * t + half);
-      scale[t][half] = Unpacker::load_scale(block + lane.scale + step, form);
+      for (int half = 0; half < 2; ++half) {
+        const int step = Unpacker::scale_step(form) * (2 * t + half);
+        scale[t][half] = Unpacker::load_scale(block + lane.scale + step + 2 * k_group, form);
+      }
+      tiles[t] = Unpacker::template load_tile<T>(block + lane.tile() +
+                                                 t * 16 * Unpacker::kTileRowBytes + k_group);
     }
-    tiles[t] =
-        Unpacker::template load_tile<T>(block + lane.tile() + t * 16 * Unpacker::kTileRowBytes);
-  }
+  };
+  load_group(0);
 
 #pragma unroll
   for (int first = 0; first < 2; first += Mma::kTiles) {
     float part[Mma::kTiles][kGroups][4];
+    const auto add = [&] {
+#pragma unroll
+      for (int t = 0; t < Mma::kTiles; ++t) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& sum = sums[first + t][group][i];
+            sum = __fmaf_rn(scale[first + t][i / 2], part[t][group][i], sum);
+          }
+        }
+      }
+    };
+    const auto next_group = [&](int k_group) {
+      add();
+      clear(part);
+      load_group(k_group);
+    };
     const bool is_last = first + Mma::kTiles == 2;
+    if (Unpacker::kScaleSteps < 8 && first > 0) load_group(0);
     Mma::template multiply<Unpacker, T, kGroups>(part, first, block + lane.codes, rows, lane_rows,
-                                                 tiles, [&] {
+                                                 tiles, next_group, [&] {
                                                    if (is_last) poll();
                                                  });
     if (is_last) release();
-#pragma unroll
-    for (int t = 0; t < Mma::kTiles; ++t) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& sum = sums[first + t][group][i];
-          sum = __fmaf_rn(scale[first + t][i / 2], part[t][group][i], sum);
-        }
-      }
-    }
+    add();
   }
 }
 

@@ -86,20 +86,24 @@ inline void check_packed_weight(const PackedWeight& w) {
   CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (of.planes == 1 || of.planes == 2),
         "a packed W is [{}, {}] of {} planes, expected memory, a size, and 1 or 2 planes", w.n, w.k,
         of.planes);
-  CHECK(of.codes != Codes::kInt4 || of.scale_dtype == DType::kF16 || of.scale_dtype == DType::kBF16,
-        "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(of.scale_dtype));
+  CHECK((of.codes != Codes::kInt4 && of.codes != Codes::kInt8) || of.scale_dtype == DType::kF16 ||
+            of.scale_dtype == DType::kBF16,
+        "the scales of an integer W are {}, expected float16 or bfloat16", name_of(of.scale_dtype));
   CHECK(of.planes == 1 || of.codes == Codes::kInt4,
         "a packed W of two planes has another code than int4");
   CHECK(of.codes != Codes::kOther || (of.decode != nullptr && of.other_block_bytes > 0),
         "a W in a layout from outside has no decode function or no size, expected both");
   CHECK(of.scale_rows == 1 || of.scale_rows == 8,
         "{} rows of a packed W share a scale, expected 1 or 8", of.scale_rows);
+  const bool integers = of.codes == Codes::kInt4 || of.codes == Codes::kInt8;
   const bool grouped =
-      of.codes == Codes::kE2m1 ? of.group == 16 || of.group == 32 : of.group == 0 || of.group == 32;
-  CHECK(grouped && (of.group == 0 || (of.scale_rows == 8 && of.codes != Codes::kInt4)),
-        "{} k of a packed W share a scale, and {} rows; expected 16 or 32 of 4-bit floats, or 32 "
-        "of e4m3, and 8 rows",
-        of.group, of.scale_rows);
+      of.group == 32 || (of.codes == Codes::kE2m1 ? of.group == 16 : of.group == 0);
+  CHECK(grouped && (of.group == 0 || integers || of.scale_rows == 8) &&
+            (of.codes != Codes::kInt8 || (of.group == 32 && !of.zero_points)) &&
+            (of.planes == 1 || of.group == 0),
+        "{} k and {} rows of a packed W of {} bits share a scale; expected 32 k, or 16 of 4-bit "
+        "floats, and 8 rows of floats",
+        of.group, of.scale_rows, of.bits());
   CHECK(!w.gated || w.n % 16 == 0, "a gated packed W has {} rows, expected a multiple of 16", w.n);
 }
 
@@ -119,7 +123,8 @@ inline void check_packed_gemm(const PackedGemmParams& p) {
 
 inline void check_packed_quantize(const PackedQuantizeParams& p) {
   check_packed_weight(p.w);
-  CHECK(p.w.layout.codes == Codes::kInt4 && !p.w.layout.zero_points && !p.w.gated,
+  CHECK(p.w.layout.codes == Codes::kInt4 && p.w.layout.group == 0 && !p.w.layout.zero_points &&
+            !p.w.gated,
         "packed_quantize: W is not int4, has zero points or is gated, expected int4 and neither");
   CHECK(p.x.num_dims() == 2 && p.x.size(1) == p.w.k &&
             (p.index != nullptr || p.x.size(0) == p.w.n) && is_floating(p.x.dtype()),

@@ -18,6 +18,7 @@
 #include "kernels/gemm/packed/code8_pack.cuh"
 #include "kernels/gemm/packed/float_group_pack.cuh"
 #include "kernels/gemm/packed/int4_pack.h"
+#include "kernels/gemm/packed/int8_pack.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -27,7 +28,10 @@ constexpr int kThreads = 256;
 // An int4 block: the codes of a warp tile, two k steps after another, then scales and zero points.
 constexpr int kPairBytes = 512, kWarpTileBytes = kPackedK / 32 * kPairBytes;
 constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes;
-constexpr int kZeroOffset = kScaleOffset + 2 * kPackedRows;
+// Of the zero points of blocks with `groups` scales for a row.
+__device__ __forceinline__ int zero_offset(int groups) {
+  return kScaleOffset + 2 * kPackedRows * groups;
+}
 
 // The word of k step `step` and m16 tile `tile` among the 16 bytes of a lane.
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int tile) {
@@ -41,7 +45,9 @@ struct PackArgs {
   const uint32_t* zeros;  // null: no zero points
   Int4Format format;
   int words;                    // int32 words in q's second dimension
-  int groups;                   // groups of scales
+  int groups;                   // groups of scales in the file
+  int k_per_scale;              // in the file, unless there is one group
+  int block_groups;             // scales of a row of a block
   bool by_channel;              // Marlin has another permutation of channel-wise scales
   int n, k;                     // of the part
   int gated_rows;               // N of a gated W, else 0
@@ -135,12 +141,14 @@ __global__ void __launch_bounds__(kThreads) int4_pack_kernel(const __grid_consta
   }
   const int row = source_row(row0 + threadIdx.x), n = row - p.first_row;
   if (row < p.first_row || row >= p.end_row) return;
-  const bool inside = n < p.n && k0 < p.k;
-  const int group = p.groups == 1 ? 0 : blockIdx.x;
-  reinterpret_cast<uint16_t*>(block + kScaleOffset)[threadIdx.x] =
-      inside ? scale_of(p, n, group) : 0;
-  if (p.zeros != nullptr) {
-    block[kZeroOffset + threadIdx.x] = static_cast<char>(inside ? zero_of(p, n, group) : 8);
+  for (int i = 0; i < p.block_groups; ++i) {
+    const int k = k0 + i * (kPackedK / p.block_groups);
+    const int at = static_cast<int>(threadIdx.x) * p.block_groups + i;
+    const bool inside = n < p.n && k < p.k;
+    const int group = p.groups == 1 ? 0 : k / p.k_per_scale;
+    reinterpret_cast<uint16_t*>(block + kScaleOffset)[at] = inside ? scale_of(p, n, group) : 0;
+    if (p.zeros == nullptr) continue;
+    block[zero_offset(p.block_groups) + at] = static_cast<char>(inside ? zero_of(p, n, group) : 8);
   }
 }
 
@@ -240,7 +248,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 // A warp dequantises a warp tile of a k block. It reads the fragments of its lanes, 512 bytes at a
 // time. The lanes of a quad exchange 64 bytes of a row until each has 16 contiguous bytes.
 // blockIdx.x along K, blockIdx.y along N.
-template <typename T, bool kTwoPlanes>
+template <typename T, bool kTwoPlanes, int kGroups>
 __global__ void __launch_bounds__(kThreads)
     packed_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
@@ -266,15 +274,17 @@ __global__ void __launch_bounds__(kThreads)
       high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
-  float scales[4];  // rows g, g + 8, g + 16, g + 24
-  int zeros[4];
+  float scales[kGroups][4];  // rows g, g + 8, g + 16, g + 24
+  int zeros[kGroups][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = warp_tile % kWarpTiles * kWarpTileRows + i * 8 + g;
-    const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kScaleOffset) + row;
-    scales[i] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
-                              : to_float(*reinterpret_cast<const __half*>(stored));
-    zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kZeroOffset + row]) : 8;
+  for (int i = 0; i < 4 * kGroups; ++i) {
+    const int row = warp_tile % kWarpTiles * kWarpTileRows + i % 4 * 8 + g, group = i / 4;
+    const int at = row * kGroups + group;
+    const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kScaleOffset) + at;
+    scales[group][i % 4] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
+                                         : to_float(*reinterpret_cast<const __half*>(stored));
+    zeros[group][i % 4] =
+        p.zero_points ? static_cast<uint8_t>(block[zero_offset(kGroups) + at]) : 8;
   }
   ptx::pdl_wait();  // earlier kernels may still read `out`
 #pragma unroll
@@ -291,12 +301,12 @@ __global__ void __launch_bounds__(kThreads)
         for (int odd = 0; odd < 2; ++odd) {
           int level =
               static_cast<int>(word_of(words[pair], c / 2, i / 2) >> (shift + 16 * odd) & 15) -
-              zeros[i];
+              zeros[pair * kGroups / 4][i];
           if constexpr (kTwoPlanes) {
             const uint32_t high = word_of(high_words[pair], c / 2, i / 2);
             level += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
           }
-          value[odd] = static_cast<float>(level) * scales[i];
+          value[odd] = static_cast<float>(level) * scales[pair * kGroups / 4][i];
         }
         chunks[c] = pack2<T>(value[0], value[1]);
       }
@@ -330,6 +340,8 @@ void int4_pack(const Context& ctx, const Int4PackParams& params) {
                       .format = params.format,
                       .words = static_cast<int>(params.q.size(1)),
                       .groups = static_cast<int>(groups),
+                      .k_per_scale = static_cast<int>(params.k_per_scale),
+                      .block_groups = w.layout.groups(),
                       .by_channel = groups == 1 && params.k > kPackedK,
                       .n = static_cast<int>(params.n),
                       .k = static_cast<int>(params.k),
@@ -368,8 +380,12 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
 
 void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params) {
   check_packed_dequantize(params);
-  if (params.w.layout.group > 0) return dequantize_float_groups(ctx, params);
-  if (params.w.layout.codes == Codes::kE4m3) return dequantize_e4m3(ctx, params);
+  const PackedLayout& layout = params.w.layout;
+  if (layout.codes == Codes::kInt8) return dequantize_int8(ctx, params);
+  if (layout.codes == Codes::kE4m3 && layout.group == 0) return dequantize_e4m3(ctx, params);
+  if (layout.codes == Codes::kE4m3 || layout.codes == Codes::kE2m1) {
+    return dequantize_float_groups(ctx, params);
+  }
   CHECK(params.w.layout.codes == Codes::kInt4,
         "packed_dequantize: a layout from outside has no CUDA kernels");
   const PackedWeight& w = params.w;
@@ -391,8 +407,9 @@ void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params)
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx,
-           w.layout.planes == 2 ? packed_dequantize_kernel<T, true>
-                                : packed_dequantize_kernel<T, false>,
+           w.layout.planes == 2  ? packed_dequantize_kernel<T, true, 1>
+           : w.layout.group == 0 ? packed_dequantize_kernel<T, false, 1>
+                                 : packed_dequantize_kernel<T, false, 4>,
            grid, dim3(kThreads), 0, args);
   });
 }

@@ -10,7 +10,10 @@
 //                    block, kTileRowBytes for a row
 //   unpack<T>        Fragment, Tile and k step -> the A fragment of mma.m16n8k16
 //   scale_place      of a row: byte offset of its scale in a block; scale_step: to the row 8
-//   further load_scale       the float32 factor of a sum over the block's 128 k
+//                    further
+//   load_scale       the float32 factor of a sum over kScaleSteps k steps
+//   kScaleSteps      8, all of a block, or fewer: the scale of the next group is 2 bytes further,
+//                    and what its Tile is made from 1 byte
 // load_tile and load_scale take an address in shared memory, or a pointer.
 // `form` is a number of the layout that kernels get at run time (scale_form).
 #pragma once
@@ -33,15 +36,21 @@ __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
+__device__ __forceinline__ float to_scale(uint16_t bits, bool bf16) {
+  return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+}
+
 // ---- int4
 
-template <bool kHasZeros>
+// `kGroups`: scales of a row of a block.
+template <bool kHasZeros, int kGroups = 1>
 struct Int4 {
   static constexpr int kBits = 4;
   static constexpr int kBlock = kPackedRows * kPackedK / 2;
-  static constexpr int kTileOffset = kBlock + 2 * kPackedRows;
-  static constexpr int kScaleBytes = 2 * kPackedRows, kTileBytes = kHasZeros ? kPackedRows : 0;
-  static constexpr int kExtraBytes = kScaleBytes + kTileBytes, kTileRowBytes = 1;
+  static constexpr int kScaleSteps = 8 / kGroups, kTileRowBytes = kGroups;
+  static constexpr int kScaleBytes = 2 * kPackedRows * kGroups;
+  static constexpr int kTileBytes = kHasZeros ? kPackedRows * kGroups : 0;
+  static constexpr int kExtraBytes = kScaleBytes + kTileBytes, kTileOffset = kBlock + kScaleBytes;
   using Fragment = uint32_t;
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 0.25f;
@@ -66,13 +75,13 @@ struct Int4 {
   static __device__ __forceinline__ Tile<T> load_tile(uint32_t zeros) {
     if constexpr (!kHasZeros) return Tile<T>::of(8, 8);
     const int zero = ptx::load_shared_byte(zeros);
-    return Tile<T>::of(zero, ptx::load_shared_byte(zeros + 8));
+    return Tile<T>::of(zero, ptx::load_shared_byte(zeros + 8 * kTileRowBytes));
   }
   template <typename T>
   static __device__ __forceinline__ Tile<T> load_tile(const char* zeros) {
     if constexpr (!kHasZeros) return Tile<T>::of(8, 8);
     const auto* of = reinterpret_cast<const uint8_t*>(zeros);
-    return Tile<T>::of(of[0], of[8]);
+    return Tile<T>::of(of[0], of[8 * kTileRowBytes]);
   }
 
   // float16: 0x6400 | b is the number 1024 + b. A byte b holds q of row g (r) and of row g + 8 (s),
@@ -109,11 +118,62 @@ struct Int4 {
 
   // `form`: whether scales are bfloat16.
   static constexpr int scale_bytes(bool) { return kScaleBytes; }
-  static __device__ __forceinline__ int scale_place(int row, bool) { return 2 * row; }
-  static __device__ __forceinline__ int scale_step(bool) { return 16; }
-  static __device__ __forceinline__ float to_scale(uint16_t bits, bool bf16) {
-    return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+  static __device__ __forceinline__ int scale_place(int row, bool) { return 2 * kGroups * row; }
+  static __device__ __forceinline__ int scale_step(bool) { return 16 * kGroups; }
+  static __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
+    return to_scale(ptx::load_shared_half(shared), bf16);
   }
+  static __device__ __forceinline__ float load_scale(const char* from, bool bf16) {
+    return to_scale(*reinterpret_cast<const uint16_t*>(from), bf16);
+  }
+};
+
+// ---- int8
+
+struct Int8 {
+  static constexpr int kBits = 8;
+  static constexpr int kBlock = kPackedRows * kPackedK;
+  static constexpr int kGroups = 4, kScaleSteps = 8 / kGroups, kTileRowBytes = 1;
+  static constexpr int kScaleBytes = 2 * kPackedRows * kGroups, kTileBytes = 0;
+  static constexpr int kExtraBytes = kScaleBytes, kTileOffset = kBlock + kScaleBytes;
+  using Fragment = uint2;  // rows g and g + 8
+  template <typename T>
+  static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 1.0f / 64;
+
+  template <typename T>
+  struct Tile {};
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(uint32_t) {
+    return {};
+  }
+  template <typename T>
+  static __device__ __forceinline__ Tile<T> load_tile(const char*) {
+    return {};
+  }
+
+  // float16: 0x6400 | q is the number 1024 + q. bfloat16: the bits of q are the number q 2^-133,
+  // subnormal or not, so one multiply-add with 2^127 is exact.
+  template <typename T>
+  static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>&,
+                                                int) {
+    const auto number = [](uint32_t lower) {  // of the lower byte of each half
+      if constexpr (std::is_same_v<T, __half>) {
+        const uint32_t biased = ptx::masked_or(lower, 0x00FF00FF, 0x64006400);
+        return bits_of(__hsub2(as_half2(biased), as_half2(0x64806480)));  // 1152
+      } else {
+        constexpr uint32_t kTwoTo127 = 0x7F007F00, kMinusTwo = 0xC000C000;
+        const __nv_bfloat162 bits = as_bf162(lower & 0x00FF00FF);
+        return bits_of(__hfma2(bits, as_bf162(kTwoTo127), as_bf162(kMinusTwo)));
+      }
+    };
+    a[0] = number(codes.x >> 8), a[1] = number(codes.y >> 8);
+    a[2] = number(codes.x), a[3] = number(codes.y);
+  }
+
+  // `form`: whether scales are bfloat16.
+  static constexpr int scale_bytes(bool) { return kScaleBytes; }
+  static __device__ __forceinline__ int scale_place(int row, bool) { return 2 * kGroups * row; }
+  static __device__ __forceinline__ int scale_step(bool) { return 16 * kGroups; }
   static __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
     return to_scale(ptx::load_shared_half(shared), bf16);
   }
@@ -129,7 +189,7 @@ struct E4m3 {
   static constexpr int kBlock = kPackedRows * kPackedK;
   static constexpr int kScaleBytes = 4 * kPackedRows, kTileBytes = 0;
   static constexpr int kExtraBytes = kScaleBytes, kTileOffset = kBlock + kScaleBytes;
-  static constexpr int kTileRowBytes = 1;
+  static constexpr int kScaleSteps = 8, kTileRowBytes = 1;
   using Fragment = uint2;  // rows g and g + 8
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.0f / 256 : 1;
@@ -188,7 +248,7 @@ template <int kCodeBits, int kGroup>
 struct GroupScales {
   static constexpr int kBits = kCodeBits;
   static constexpr int kBlock = kPackedRows * kPackedK * kBits / 8;
-  static constexpr int kScaleBytes = kPackedRows / 8 * 4;
+  static constexpr int kScaleBytes = kPackedRows / 8 * 4, kScaleSteps = 8;
   static constexpr int kTileRowBytes = kPackedK / kGroup, kTileBytes = kPackedRows * kTileRowBytes;
   static constexpr int kExtraBytes = kScaleBytes + kTileBytes, kTileOffset = kBlock + kScaleBytes;
 
@@ -356,7 +416,8 @@ struct StepCodes {
 
 // The run-time number of a layout that its unpacker gets.
 inline bool scale_form(const PackedLayout& layout) {
-  return layout.codes == Codes::kInt4 ? layout.scale_dtype == DType::kBF16 : layout.scale_rows == 8;
+  const bool integers = layout.codes == Codes::kInt4 || layout.codes == Codes::kInt8;
+  return integers ? layout.scale_dtype == DType::kBF16 : layout.scale_rows == 8;
 }
 
 // Calls f(unpacker) for the layout. Throws if the CUDA kernels have none.
@@ -364,7 +425,10 @@ template <typename F>
 void dispatch_unpacker(const PackedLayout& layout, F f) {
   switch (layout.codes) {
     case Codes::kInt4:
-      return layout.zero_points ? f(Int4<true>{}) : f(Int4<false>{});
+      if (layout.group == 0) return layout.zero_points ? f(Int4<true>{}) : f(Int4<false>{});
+      return layout.zero_points ? f(Int4<true, 4>{}) : f(Int4<false, 4>{});
+    case Codes::kInt8:
+      return f(Int8{});
     case Codes::kE4m3:
       return layout.group == 0 ? f(E4m3{}) : f(GroupedE4m3{});
     case Codes::kE2m1:

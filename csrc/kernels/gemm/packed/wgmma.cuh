@@ -22,11 +22,14 @@ struct WgmmaOf {
 
   // part = fragments of 128 k times rows of x. unpack_to(a, pair, step, i) makes the fragment of k
   // step `step` of the pair `pair` of steps, and of m16 tile i. kSteps of them, 1 or 2, are
-  // multiplied at a time. Calls `meanwhile` when all wgmma are issued.
-  template <typename T, int kGroups, int kSteps = 2, typename Unpack, typename F>
+  // multiplied at a time. `part` is that of a group of kScaleSteps k steps; `next_group` is called
+  // after each group but the last. Calls `meanwhile` when all wgmma are issued.
+  template <typename T, int kGroups, int kScaleSteps, int kSteps = 2, typename Unpack, typename N,
+            typename F>
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
                                                             uint32_t rows, Unpack unpack_to,
-                                                            F meanwhile) {
+                                                            N next_group, F meanwhile) {
+    static_assert(kScaleSteps % kSteps == 0);
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
     // Steps are unpacked while those before are multiplied.
     uint32_t a[2][kSteps][kTiles][4];
@@ -48,11 +51,17 @@ struct WgmmaOf {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           ptx::wgmma_64xNx16<T, kGroups>(part[i], fragments[step][i], x + step * 2,
-                                         first + step > 0);
+                                         (first + step) % kScaleSteps > 0);
         }
       }
       ptx::wgmma_commit();
-      if (first + kSteps < 8) ptx::wgmma_wait<1>();
+      const int done = first + kSteps;
+      if (done < 8 && done % kScaleSteps == 0) {
+        ptx::wgmma_wait<0>();
+        next_group(done / kScaleSteps);
+      } else if (done < 8) {
+        ptx::wgmma_wait<1>();
+      }
     }
     meanwhile();
     ptx::wgmma_wait<0>();
@@ -60,10 +69,10 @@ struct WgmmaOf {
 
   // Multiplies the warp's m16 tiles from first_tile on. Calls `meanwhile` when all wgmma are
   // issued.
-  template <typename Unpacker, typename T, int kGroups, typename F>
+  template <typename Unpacker, typename T, int kGroups, typename N, typename F>
   static __device__ __forceinline__ void multiply(
       float (&part)[kTiles][kGroups][4], int first_tile, uint32_t weights, uint32_t rows,
-      const LaneRows<kGroups>&, const typename Unpacker::template Tile<T> (&tiles)[2],
+      const LaneRows<kGroups>&, const typename Unpacker::template Tile<T> (&tiles)[2], N next_group,
       F meanwhile) {
     CodePair<Unpacker> codes[4];
     const auto load = [&](int pair) { codes[pair].load(weights + pair * kPairBytes<Unpacker>); };
@@ -71,14 +80,14 @@ struct WgmmaOf {
     constexpr int kAhead = kLean ? 1 : kGroups == 8 && Unpacker::kBits == 8 ? 2 : 4;
 #pragma unroll
     for (int pair = 0; pair < kAhead; ++pair) load(pair);
-    multiply_fragments<T, kGroups, kLean ? 1 : 2>(
+    multiply_fragments<T, kGroups, Unpacker::kScaleSteps, kLean ? 1 : 2>(
         part, rows,
         [&](uint32_t (&a)[4], int pair, int step, int i) {
           const int t = first_tile + i;
           Unpacker::template unpack<T>(a, codes[pair].at(step, t), tiles[t], 2 * pair + step);
           if (step == 1 && i == kTiles - 1 && pair + kAhead < 4) load(pair + kAhead);
         },
-        meanwhile);
+        next_group, meanwhile);
   }
 };
 

@@ -1,0 +1,167 @@
+"""Weights with scales for small groups of k, floats and integers, for kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.kernels.util import context, ops, put, put_raw
+from tests.reference import packing as layouts
+from tests.reference.float_groups import GROUPS, dequantise, quantise
+
+FLOATS = ("nvfp4", "mxfp4", "mxfp8")
+# kind -> bits, zero points, k of a scale in the file
+INTEGERS = {
+    "int4": (4, False, 32),
+    "int4 zeros": (4, True, 32),
+    "int4 by 64": (4, True, 64),
+    "int8": (8, False, 32),
+    "int8 by 128": (8, False, 128),
+}
+KINDS = (*FLOATS, *INTEGERS)
+
+
+def codes_of(kind: str) -> str:
+    return "e4m3" if kind == "mxfp8" else "e2m1"
+
+
+@dataclass
+class FloatWeights:
+    """Random weights [N, K]; `values` are dequantised. Parts have factors of their own."""
+
+    kind: str
+    n: int
+    k: int
+    parts: int = 1
+    gated: bool = False
+    interleaved: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
+        weight = rng.standard_normal((self.n, self.k)) / np.sqrt(self.k)
+        weight[:, :: self.k // 2 or 1] *= 40  # so group scales differ
+        weight[0] = 0
+        first = self.n // self.parts // 8 * 8
+        self.stored = []
+        for i, part in enumerate(np.split(weight, [first] if self.parts == 2 else [])):
+            factor = 0.37 / 448 * (1 + i) if self.kind == "nvfp4" else 1.0
+            self.stored.append((*quantise(self.kind, part, factor), np.float32(factor)))
+        self.values = np.concatenate(
+            [dequantise(self.kind, c, s, float(f)) for c, s, f in self.stored]
+        )
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        group = GROUPS[self.kind]
+        settings = {"codes": codes_of(self.kind), "scale_rows": 8, "group": group}
+        return {**settings, "gated": self.gated}
+
+    @property
+    def block_bytes(self) -> int:
+        return (
+            256 * 128 * (8 if self.kind == "mxfp8" else 4) // 8
+            + 128
+            + (256 * 128 // GROUPS[self.kind])
+        )
+
+    def put(self, device: str) -> Any:
+        return self._packed(device)[0]
+
+    def blocks(self, device: str) -> Any:
+        """The array of the weight blocks."""
+        return self._packed(device)[1]
+
+    def _packed(self, device: str) -> tuple[Any, Any]:
+        shape = [-(-self.n // 256), -(-self.k // 128), self.block_bytes]
+        blocks = put_raw(device, np.full(shape, 0xA5, np.uint8))
+        weight = ops.PackedWeight(blocks, n=self.n, k=self.k, **self.layout)
+        row = 0
+        for codes, scales, factor in self.stored:
+            if self.interleaved:
+                codes, scales = (alternating(each) for each in (codes, scales))
+            ops.float_group_pack(
+                context(device), weight, put_raw(device, codes), put_raw(device, scales),
+                powers=self.kind != "nvfp4", factor=put(device, factor.reshape(1)),
+                first_row=row, interleaved=self.interleaved,
+            )  # fmt: skip
+            row += len(codes)
+        return weight, blocks
+
+
+def alternating(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """gate rows, then up rows -> a row of gate, a row of up, …"""
+    return np.stack(np.split(rows, 2), 1).reshape(rows.shape)
+
+
+@dataclass
+class IntegerWeights:
+    """Random weights [N, K] of all codes; `values` are dequantised. Parts are packed apart."""
+
+    kind: str
+    n: int
+    k: int
+    parts: int = 1
+    gated: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
+        self.bits, self.has_zeros, self.size = INTEGERS[self.kind]
+        groups = -(-self.k // self.size)
+        self.q = rng.integers(0, 1 << self.bits, (self.n, self.k), dtype=np.uint8)
+        scales = rng.uniform(0.2, 1, (self.n, groups)) / (4.6 * np.sqrt(self.k))
+        self.scales = (scales if self.bits == 4 else scales / 16).astype(np.float16)
+        middle = 1 << self.bits - 1
+        self.zeros = np.full((self.n, groups), middle, np.uint8)
+        if self.has_zeros:
+            self.zeros = rng.integers(0, 16, (self.n, groups), dtype=np.uint8)
+        wide = np.arange(self.k) // self.size
+        numbers = self.q.astype(np.float64) - self.zeros[:, wide]
+        self.values = numbers * self.scales[:, wide].astype(np.float64)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        settings = {"codes": f"int{self.bits}", "group": 32, "zero_points": self.has_zeros}
+        return {**settings, "gated": self.gated}
+
+    def put(self, device: str) -> Any:
+        return self._packed(device)[0]
+
+    def blocks(self, device: str) -> Any:
+        """The array of the weight blocks."""
+        return self._packed(device)[1]
+
+    def _packed(self, device: str) -> tuple[Any, Any]:
+        block_bytes = 256 * 128 * self.bits // 8 + 1024 * (3 if self.has_zeros else 2)
+        shape = [-(-self.n // 256), -(-self.k // 128), block_bytes]
+        blocks = put_raw(device, np.full(shape, 0xA5, np.uint8))
+        weight = ops.PackedWeight(blocks, n=self.n, k=self.k, **self.layout)
+        first = self.n // 2 // 8 * 8 if self.parts == 2 else self.n
+        for rows in (slice(0, first), slice(first, self.n)):
+            q, scales, zeros = (each[rows] for each in (self.q, self.scales, self.zeros))
+            if not len(q):
+                continue
+            if self.bits == 8:
+                ops.int8_pack(
+                    context(device), weight, put_raw(device, q), put_raw(device, scales),
+                    first_row=rows.start, k_per_scale=self.size,
+                )  # fmt: skip
+                continue
+            arrays = {"q": layouts.pack_compressed(q.T), "scales": scales}
+            if self.has_zeros:
+                arrays["zeros"] = layouts.pack_compressed_zeros(zeros.T)
+            given = {name: put_raw(device, np.ascontiguousarray(a)) for name, a in arrays.items()}
+            ops.int4_pack(
+                context(device), weight, 3, **given, first_row=rows.start, n=len(q),
+                k_per_scale=self.size,
+            )  # fmt: skip
+        return weight, blocks
+
+
+def make_weights(kind: str, n: int, k: int, **settings: Any) -> FloatWeights | IntegerWeights:
+    """Random weights of a kind of KINDS."""
+    return (FloatWeights if kind in FLOATS else IntegerWeights)(kind, n, k, **settings)
