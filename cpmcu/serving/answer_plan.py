@@ -75,7 +75,8 @@ def plan_answer(
             only_one_call=body.parallel_tool_calls is False,
         )
 
-    in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
+    of_thinking = (thinking.begin, thinking.end, *thinking.tags) if thinking else ()
+    in_use = (*of_thinking, *(calls.tags if calls else ()))
     return AnswerPlan(whole, limit, forced is not None, _special(tokenizer, in_use), new_parser)
 
 

@@ -14,6 +14,7 @@ from cpmcu.serving.tags import held_back
 from cpmcu.serving.tool_parsers.calls import Tools
 from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.serving.tool_parsers.hermes import HermesParser
+from cpmcu.serving.tool_parsers.registry import find_tool_format
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "</x>", "b": [1, null]}}\n</tool_call>'
 F = ("f", {"a": "</x>", "b": [1, None]})
@@ -48,6 +49,46 @@ F = ("f", {"a": "</x>", "b": [1, None]})
 def test_reasoning(text, inside, thought, content, cuts):
     parser = AnswerParser(ThinkParser(inside=inside), None)
     assert parsed(parser, pieces(text, cuts)) == (thought, content, [])
+
+
+CHANNEL, MESSAGE, END = "<|channel|>", "<|message|>", "<|end|>"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}a b{END}<|start|>assistant"
+CALL = f"{CHANNEL}commentary to=functions.f <|constrain|>json{MESSAGE}" + '{"a": 1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content", "calls"),
+    [
+        (f"{ANALYSIS}{CHANNEL}final{MESSAGE}c < d<|return|>", "a b", "c < d", []),
+        (f"{CHANNEL}final{MESSAGE}c", "", "c", []),
+        (f"{CHANNEL}analysis{MESSAGE}cut o", "cut o", "", []),
+        (f"{CHANNEL}analysis{MESSAGE}cut o<|en", "cut o<|en", "", []),
+        (f"{ANALYSIS}{CHANNEL}fin", "a b", "", []),
+        (f"{ANALYSIS}{CALL}", "a b", "", [("f", {"a": 1})]),
+        (f"{ANALYSIS} to=functions.f{CHANNEL}commentary json{MESSAGE}{{}}", "a b", "", [("f", {})]),
+        (
+            f"{ANALYSIS}{CHANNEL}commentary{MESSAGE}I call f.{END}<|start|>assistant{CALL}",
+            "a b",
+            "I call f.",
+            [("f", {"a": 1})],
+        ),
+        (f"{ANALYSIS}{CHANNEL}analysis{MESSAGE}c{END}", "a bc", "", []),
+        ("plain text", "", "plain text", []),
+        ("t", "", "t", []),
+        ("", "", "", []),
+    ],
+)
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_harmony(text, thought, content, calls, cuts):
+    parser = find_reasoning_parser("harmony", None)
+    tools = find_tool_format("auto", f"{CHANNEL} <|constrain|> {MESSAGE} <|call|>")
+    assert parser is not None and tools is not None and tools.name == "harmony"
+    answer = AnswerParser(parser(), tools.make({"f": {}}))
+    assert parsed(answer, pieces(text, cuts)) == (thought, content, calls)
+    assert find_reasoning_parser("auto", f"x {CHANNEL}final{MESSAGE} y") is parser
+    inside = parser(inside=True)
+    assert inside.push("a", final=False) == ("a", "") and inside.inside
 
 
 def test_whether_the_prompt_began_to_think():

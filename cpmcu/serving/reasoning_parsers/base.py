@@ -17,6 +17,8 @@ class ReasoningParser:
 
     begin: ClassVar[str]
     end: ClassVar[str]
+    sign: ClassVar[str] = ""  # "auto" looks for it in the chat template; "": the end tag
+    tags: ClassVar[tuple[str, ...]] = ()  # further tags that may be special tokens
 
     def __init__(self, *, inside: bool = False) -> None:
         self._state = "reasoning" if inside else "start"

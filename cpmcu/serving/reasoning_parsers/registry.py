@@ -22,7 +22,8 @@ def register_reasoning_parser(
 ) -> Callable[[type[ReasoningParser]], type[ReasoningParser]]:
     """Registers the decorated class for `--reasoning-parser NAME`.
 
-    "auto" chooses it if the chat template has its end tag. Raises ValueError if a name is taken.
+    "auto" chooses it if the chat template has its sign, or end tag. Raises ValueError if a name is
+    taken.
     """
     if not names or "auto" in names or "none" in names:
         raise ValueError(
@@ -56,7 +57,7 @@ def registered_reasoning_parsers() -> dict[str, str]:
 def find_reasoning_parser(name: str, template: str | None) -> type[ReasoningParser] | None:
     """Returns the class of --reasoning-parser `name`, or None for none.
 
-    "auto" is the class whose end tag the template has; of several, the one with the longest tag.
+    "auto" is the class whose sign, or end tag, the template has; of several, the longest.
     Raises ValueError with the known names.
     """
     known = registered_reasoning_parsers()
@@ -69,5 +70,5 @@ def find_reasoning_parser(name: str, template: str | None) -> type[ReasoningPars
                 f"{', '.join(known)}"
             )
         return _parsers[name][0]
-    parsers = [parser for parser, _ in _parsers.values() if parser.end in (template or "")]
-    return max(parsers, key=lambda parser: len(parser.end), default=None)
+    parsers = [p for p, _ in _parsers.values() if (p.sign or p.end) in (template or "")]
+    return max(parsers, key=lambda parser: len(parser.sign or parser.end), default=None)
