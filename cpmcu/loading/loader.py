@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cpmcu.checks import shown
 from cpmcu.drafters.registry import TargetModel
 from cpmcu.errors import about, one_sentence
@@ -409,7 +411,9 @@ def load_tensors(
             if placement.offset is None:
                 array = checkpoint.read(placement.source)
                 rows = placement.target.shape[0] if placement.target.shape else 0
-                if array.shape != placement.target.shape:
+                if placement.transposed:
+                    array = np.ascontiguousarray(array[placement.first_row // rows].T)
+                elif array.shape != placement.target.shape:
                     array = array.reshape(-1, *placement.target.shape[1:])
                     array = array[placement.first_row : placement.first_row + rows]
                 with about(placement.path):

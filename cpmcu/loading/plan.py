@@ -34,6 +34,7 @@ class Placement:
     first_row: int
     path: Path
     offset: int | None  # bytes from the file's start; None: not streamable
+    transposed: bool = False  # as in Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,10 @@ def _place(
             continue
         meta = stored.meta
         pieces = names(name, fields)
-        whole = len(pieces) == 1 and pieces[0].first_row == 0 and pieces[0].num_rows is None
+        whole = all(piece.first_row == 0 and piece.num_rows is None for piece in pieces)
         row_dims = len(pieces[0].leading) or 1 if pieces else 1
+        if pieces and pieces[0].transposed and len(meta.shape) == 3:
+            meta = replace(meta, shape=(meta.shape[0], meta.shape[2], meta.shape[1]))
         if pieces and not whole:
             total_rows = sum(piece.num_rows or 0 for piece in pieces)
             leading = pieces[0].leading or (total_rows,)
@@ -174,10 +177,12 @@ def _place(
             if piece.num_rows is not None:
                 shape = (piece.num_rows, *meta.shape[row_dims:])
             offset = stored.offset
+            if piece.transposed:
+                offset = None
             if offset is not None:
                 offset += piece.first_row * row_elements * itemsize(meta.dtype)
             target = TensorMeta(piece.name, meta.dtype, shape)
-            yield Placement(name, target, piece.first_row, stored.path, offset)
+            yield Placement(name, target, piece.first_row, stored.path, offset, piece.transposed)
 
 
 def _as_expected(placement: Placement, expected: Mapping[str, TensorMeta]) -> Placement:

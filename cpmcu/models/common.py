@@ -54,10 +54,13 @@ class SpecFields:
     tie_word_embeddings: bool = False
     # Blocks of each layer: (kind, overrides of the fields above). Empty: attention and mlp in each.
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
+    # Not a field of C.ModelSpec: layers whose k_proj is v_proj, too, for the name map.
+    layers_without_v: tuple[int, ...] = ()
 
     def to_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for C.ModelSpec, with tuples converted to lists."""
         fields = asdict(self)
+        del fields["layers_without_v"]
         fields["rope_inv_freq"] = list(self.rope_inv_freq)
         fields["layers"] = [
             [(kind, dict(params)) for kind, params in layer] for layer in self.layers

@@ -24,6 +24,8 @@ class Piece:
     num_rows: int | None = None  # None: to the end
     # Sizes of the dimensions that together count the rows; empty: the first dimension counts them.
     leading: tuple[int, ...] = ()
+    # The file has a stack of matrices [E, K, N] with leading = (E, N); this is one of them, [N, K].
+    transposed: bool = False
 
 
 NameMap = Callable[[str, "SpecFields"], Sequence[Piece]]

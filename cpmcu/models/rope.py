@@ -75,6 +75,8 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
             f"{params.where}: rope_type {shown(kind)} is not supported, expected one of: "
             f"{_supported()}"
         )
+    if kind == "proportional":
+        rotary_dim = head_dim
     theta = params.positive_float(
         "rope_theta", default=top.positive_float("rope_theta", default=DEFAULT_THETA)
     )
@@ -164,6 +166,15 @@ def _rotary_dim(top: ConfigReader, params: ConfigReader, head_dim: int) -> int:
 
 def _default(request: _Request) -> tuple[Float32Array, float]:
     return np.float32(1) / request.pos_freqs, 1.0
+
+
+def _proportional(request: _Request) -> tuple[Float32Array, float]:
+    # pos_freqs are those of the whole head; the pairs beyond the share are not rotated.
+    share = request.params.positive_float("partial_rotary_factor", default=1.0)
+    factor = np.float32(request.params.positive_float("factor", default=1.0))
+    inv_freq = np.float32(1) / request.pos_freqs / factor
+    inv_freq[int(share * request.rotary_dim // 2) :] = NO_ROTATION
+    return inv_freq, 1.0
 
 
 def _linear(request: _Request) -> tuple[Float32Array, float]:
@@ -267,6 +278,7 @@ _KINDS: dict[str, Callable[[_Request], tuple[Float32Array, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

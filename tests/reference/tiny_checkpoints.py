@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmo3": ("Olmo3ForCausalLM", "olmo3"),
+    "graniteswa": ("GraniteSWAForCausalLM", "granite_swa"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gptoss": ("GptOssForCausalLM", "gpt_oss"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral": ("MinistralForCausalLM", "ministral"),
@@ -68,7 +70,13 @@ EXPERTS = {
     "moe_intermediate_size": 40,
     "norm_topk_prob": True,
 }
-BIASED = ("qwen2", "qwen2_moe", "mimo", "seed_oss")  # model types with a bias on q, k and v
+BIASED = (
+    "gpt_oss",
+    "qwen2",
+    "qwen2_moe",
+    "mimo",
+    "seed_oss",
+)  # model types with a bias on q, k and v
 GRANITE_SCALES = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -84,6 +92,47 @@ GRANITE4 = {
 }
 # Keys of config.json that a family adds.
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "graniteswa": {
+        "sliding_window": 33,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_rope_theta": [0, 10000.0, 0, 1000.0],
+        "logits_scaling": 2.0,
+    },
+    "gemma4": {
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 33,
+        "layer_types": None,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000.0,
+            },
+        },
+    },
+    "gptoss": {
+        "intermediate_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,  # so that it is reached
+        "sliding_window": 33,
+        "layer_types": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -159,6 +208,17 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     weights = {"model.embed_tokens.weight": embed}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
+        is_gemma = model_type == "gemma4_text"
+        if is_gemma:
+            is_full = config["layer_types"][layer] == "full_attention"
+            head_dim = config["global_head_dim"] if is_full else config["head_dim"]
+            kv_heads = config["num_key_value_heads"]
+            if is_full and config["attention_k_eq_v"]:
+                kv_heads = config["num_global_key_value_heads"]
+            q_size, kv_size = heads * head_dim, kv_heads * head_dim
+            for place in ("pre_feedforward", "post_feedforward"):
+                weights[f"{prefix}{place}_layernorm.weight"] = norm(hidden)
+            weights[prefix + "layer_scalar"] = norm(1)
         is_olmo = model_type in ("olmo2", "olmo3")
         if is_olmo:
             weights[prefix + "post_feedforward_layernorm.weight"] = norm(hidden)
@@ -170,9 +230,13 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
             if config.get("attention_bias", model_type in BIASED):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
-            if model_type in ("qwen3", "qwen3_moe") and part != "v":
+            if model_type in ("qwen3", "qwen3_moe", "gemma4_text") and part != "v":
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)
+        if is_gemma and is_full and config["attention_k_eq_v"]:
+            del weights[prefix + "self_attn.v_proj.weight"]
         weights[prefix + "self_attn.o_proj.weight"] = matrix(hidden, q_size)
+        if model_type in ("gpt_oss", "granite_swa"):
+            weights[prefix + "self_attn.sinks"] = 2 * norm(heads)
         weights[prefix + "post_attention_layernorm.weight"] = norm(hidden)
         modules = {"mlp.": inner}
         if has_experts(config, layer):
@@ -182,6 +246,17 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             if shared_width := config.get("shared_expert_intermediate_size"):
                 weights[prefix + "mlp.shared_expert_gate.weight"] = 3 * matrix(1, hidden)
                 modules["mlp.shared_expert."] = shared_width
+        if model_type == "gpt_oss":
+            if config.get("attention_bias", True):
+                weights[prefix + "self_attn.o_proj.bias"] = norm(hidden) - 1
+            experts, modules = config["num_local_experts"], {}
+            weights[prefix + "mlp.router.weight"] = 3 * matrix(experts, hidden)
+            weights[prefix + "mlp.router.bias"] = norm(experts) - 1
+            for part, rows, columns in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
+                stack = [matrix(columns, rows).T for _ in range(experts)]
+                weights[f"{prefix}mlp.experts.{part}_proj"] = np.stack(stack)
+                bias = norm(experts * columns).reshape(experts, columns) - 1
+                weights[f"{prefix}mlp.experts.{part}_proj_bias"] = bias
         if model_type == "granitemoehybrid":
             width = config["shared_intermediate_size"]
             weights[prefix + "shared_mlp.input_linear.weight"] = matrix(2 * width, hidden)

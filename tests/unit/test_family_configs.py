@@ -239,6 +239,114 @@ def test_olmo3_7b() -> None:
         build(config)
 
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss_20b() -> None:
+    fields = build(GPT_OSS_20B, device="cuda")
+    assert shape(fields) == (24, 2880, 64, 8, 64, 2880, 201088, 131072)
+    assert windows(fields) == [128, 0] * 12 and fields.qkv_bias
+    (_, attention), (kind, moe) = fields.layers[0]
+    assert attention["sinks"] and attention["o_bias"] and kind == "moe"
+    assert (moe["num_experts"], moe["top_k"], moe["norm_topk_prob"]) == (32, 4, True)
+    assert (moe["swiglu_alpha"], moe["swiglu_limit"]) == (1.702, 7.0)
+    unstated = ("layer_types", "rope_scaling", "rope_theta", "swiglu_limit", "sliding_window")
+    short = {key: value for key, value in GPT_OSS_20B.items() if key not in unstated}
+    assert build(short, device="cuda") == fields
+    names = find_model(GPT_OSS_20B).names
+    blocks = names("model.layers.3.mlp.experts.down_proj_blocks", fields)
+    assert len(blocks) == 32 and not blocks[0].transposed
+    router = names("model.layers.3.mlp.router.bias", fields)
+    assert [piece.name for piece in router] == ["model.layers.3.mlp.gate.bias"]
+    bias = names("model.layers.3.mlp.experts.down_proj_bias", fields)
+    assert [piece.name for piece in bias] == ["model.layers.3.mlp.experts.down_proj_bias"]
+
+
+GEMMA4_31B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 1024,
+        "vocab_size": 262144,
+    },
+}
+
+
+def test_gemma4_31b() -> None:
+    fields = build(GEMMA4_31B)
+    assert shape(fields) == (60, 5376, 32, 16, 256, 21504, 262144, 262144)
+    assert windows(fields) == ([1024] * 5 + [0]) * 10
+    assert (fields.embed_scale, fields.logit_softcap) == (73.5, 30.0)  # rounded to bfloat16
+    assert fields.tie_word_embeddings and fields.qk_norm
+    full = fields.layers[5][0][1]
+    assert (full["head_dim"], full["num_key_value_heads"]) == (512, 4)
+    rotated = [frequency > 1e-20 for frequency in full["rope_inv_freq"]]
+    assert rotated == [True] * 64 + [False] * 192
+    names = find_model(GEMMA4_31B).names
+    keys = [
+        names(f"model.language_model.layers.{i}.self_attn.k_proj.weight", fields) for i in (4, 5)
+    ]
+    assert [len(pieces) for pieces in keys] == [1, 2]
+    assert keys[1][1].name == "model.layers.5.self_attn.v_proj.weight"
+    assert names("model.vision_tower.norm.weight", fields) == ()
+    with pytest.raises(ValueError, match="global_head_dim is 512, expected one of 64, 128, 256"):
+        build(GEMMA4_31B, device="cuda")
+
+
+def test_granite_swa() -> None:
+    fields = build(tiny_config("graniteswa", num_hidden_layers=4))
+    assert windows(fields) == [0, 33, 0, 33]
+    starts = [dict(layer[0][1])["rope_inv_freq"][1] for layer in fields.layers]
+    assert starts[0] == starts[2] == 1e-30 and starts[1] < starts[3]
+    config = tiny_config("graniteswa", num_hidden_layers=4, layer_types=None)
+    assert windows(build(config)) == [0, 33, 33, 33]
+    assert "rope_inv_freq" not in build(config | {"layer_rope_theta": None}).layers[0][0][1]
+
+
 def test_mistral_small_31() -> None:
     fields = build(MISTRAL_SMALL_31, device="cuda")
     assert shape(fields) == (40, 5120, 32, 8, 128, 32768, 131072, 131072)
@@ -312,6 +420,20 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("olmo2", {"attention_bias": True}, ["attention_bias is True", "false"]),
     ("olmo3", {"layer_types": ["mamba"] * 2}, ["layer_types has mamba", "full_attention"]),
     ("olmo3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
+    ("gemma4", {"enable_moe_block": True}, ["enable_moe_block is True", "experts beside an MLP"]),
+    ("gemma4", {"hidden_size_per_layer_input": 256}, ["hidden_size_per_layer_input is 256", "0:"]),
+    ("gemma4", {"num_kv_shared_layers": 1}, ["num_kv_shared_layers is 1", "of another layer"]),
+    ("gemma4", {"hidden_activation": "silu"}, ["hidden_activation is 'silu'", "'gelu_pytorch"]),
+    (
+        "gemma4",
+        {"use_bidirectional_attention": "all"},
+        ["bidirectional_attention is 'all'", "null"],
+    ),
+    ("gemma4", {"num_global_key_value_heads": 3}, ["_key_value_heads is 3", "a divisor"]),
+    ("gptoss", {"num_experts_per_tok": 7}, ["num_experts_per_tok is 7", "at most"]),
+    ("gptoss", {"swiglu_limit": 0}, ["swiglu_limit is 0", "a positive number"]),
+    ("graniteswa", {"layer_rope_theta": [0]}, ["layer_rope_theta is [0]", "a list of 2 numbers"]),
+    ("graniteswa", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("phi3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("seedoss", {"attention_out_bias": True}, ["attention_out_bias is True", "false"]),
     ("seedoss", {"mlp_bias": True}, ["mlp_bias is True", "false"]),

@@ -47,6 +47,8 @@ __global__ void __launch_bounds__(kThreads)
 // Graph-safe; reads y and index from the device.
 void add_bias(const Context& ctx, const AddBiasParams& p) {
   check_add_bias(p);
+  CHECK(p.y.size(1) % 8 == 0, "add_bias: y is {}, expected a multiple of 8 columns",
+        p.y.shape_text());
   CHECK(is_aligned16(p.y.data()) && is_aligned16(p.bias.data()),
         "add_bias: y or bias is not aligned to 16 bytes");
   if (p.y.size(0) == 0) return;

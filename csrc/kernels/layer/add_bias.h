@@ -15,10 +15,10 @@ struct AddBiasParams {
 
 inline void check_add_bias(const AddBiasParams& p) {
   CHECK(p.y.num_dims() == 2 && p.bias.num_dims() == 2 && p.y.size(1) == p.bias.size(1) &&
-            p.y.size(1) % 8 == 0 && (p.index != nullptr || p.bias.size(0) == 1) &&
+            (p.index != nullptr || p.bias.size(0) == 1) &&
             (p.y.dtype() == p.bias.dtype() || p.y.dtype() == DType::kF32),
-        "add_bias: y {} {} and bias {} {} do not fit, expected one width, a multiple of 8",
-        name_of(p.y.dtype()), p.y.shape_text(), name_of(p.bias.dtype()), p.bias.shape_text());
+        "add_bias: y {} {} and bias {} {} do not fit, expected one width", name_of(p.y.dtype()),
+        p.y.shape_text(), name_of(p.bias.dtype()), p.bias.shape_text());
 }
 
 REGISTER_OP(add_bias, AddBiasParams)
