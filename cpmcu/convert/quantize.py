@@ -131,8 +131,10 @@ def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
 
 
 def _open(path: Path, options: QuantizeOptions) -> _Source:
-    files = model_files(path)
+    files = model_files(path).decoded()
     config, checkpoint = read_config(path), files.checkpoint()
+    if is_gguf(path):
+        config.pop("quantization_config", None)  # the tensors are decoded
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     quant = quant_config_of(config)
     if quant or quantised_tensors(metas):

@@ -18,6 +18,7 @@ from cpmcu.loading.index import read_json
 if TYPE_CHECKING:
     import tokenizers
 
+    from cpmcu.loading.gguf.checkpoint import GgufCheckpoint
     from cpmcu.loading.gguf.header import GgufHeader
     from cpmcu.loading.tensors import Checkpoint
 
@@ -33,6 +34,9 @@ class ModelFiles(Protocol):
     def checkpoint(self) -> Checkpoint:
         """The tensors; their data is not read yet."""
 
+    def decoded(self) -> ModelFiles:
+        """The same model, with the tensors of a GGUF file decoded to 16 or 32 bits."""
+
     @property
     def build_tokenizer(self) -> Callable[[], tokenizers.Tokenizer] | None:
         """Makes the tokenizer; None: it is in files of the directory."""
@@ -42,6 +46,9 @@ class DirectoryFiles:
     """A directory in Hugging Face format."""
 
     build_tokenizer = None
+
+    def decoded(self) -> ModelFiles:
+        return self
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,10 +67,11 @@ class DirectoryFiles:
 class GgufFiles:
     """One GGUF file, or the first of several."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packs: bool = True) -> None:
         from cpmcu.loading.gguf import config, header, vocabulary
 
-        self.path = path
+        self.path, self._packs = path, packs
+        self._checkpoint: GgufCheckpoint | None = None
         self._header: GgufHeader = header.read_header(path)
         self._rotated = config.rotated_heads
         self._makers: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {
@@ -75,13 +83,22 @@ class GgufFiles:
 
     def json(self, name: str) -> dict[str, Any]:
         with about(self.path):
-            return self._makers[name](self._header) if name in self._makers else {}
+            found = self._makers[name](self._header) if name in self._makers else {}
+        if name == "config.json" and self._packs and self.checkpoint().has_packed:
+            found["quantization_config"] = {"quant_method": "gguf"}
+        return found
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> GgufCheckpoint:
         from cpmcu.loading.gguf.checkpoint import GgufCheckpoint
 
-        with about(self.path):
-            return GgufCheckpoint(self._header, self._rotated(self._header))
+        if self._checkpoint is None:
+            with about(self.path):
+                rotated = self._rotated(self._header)
+                self._checkpoint = GgufCheckpoint(self._header, rotated, packs=self._packs)
+        return self._checkpoint
+
+    def decoded(self) -> ModelFiles:
+        return GgufFiles(self.path, packs=False)
 
     def build_tokenizer(self) -> tokenizers.Tokenizer:
         with about(self.path):

@@ -1,7 +1,8 @@
 """The tensors of a GGUF file under Hugging Face's names.
 
-Tensors of 16 and 32 bits are read as they are. Quantised tensors are decoded to float32 by the
-`gguf` package, whose numbers are exact, and then rounded to the engine's 16 bits.
+Tensors of 16 and 32 bits are read as they are. Of linear layers, the types of blocks.py become
+tensors of formats that the engine multiplies, exactly. All other quantised tensors are decoded to
+float32 by the `gguf` package, whose numbers are exact, and then rounded to the engine's 16 bits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.checks import brief
+from cpmcu.loading.gguf.blocks import BLOCKS, metas, split
 from cpmcu.loading.gguf.header import GgufHeader, GgufTensor
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
@@ -42,16 +44,24 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Parts of one matrix of the engine.
+_MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Tensors that the config takes up (cpmcu/loading/gguf/config.py).
 _IN_CONFIG = ("rope_freqs.weight",)
 
 
 class GgufCheckpoint:
-    """The tensors of a model. `rotated`: head counts of q and k whose rows llama.cpp reordered."""
+    """The tensors of a model.
+
+    `rotated`: head counts of q and k whose rows llama.cpp reordered. `packs`: whether types of
+    blocks.py stay packed; else they are decoded.
+    """
 
     always_converts = True
 
-    def __init__(self, header: GgufHeader, rotated: Mapping[str, int]) -> None:
+    def __init__(
+        self, header: GgufHeader, rotated: Mapping[str, int], *, packs: bool = True
+    ) -> None:
         self.directory = header.path
         self._rotated = rotated
         self._sources = {
@@ -59,10 +69,40 @@ class GgufCheckpoint:
             for tensor in header.tensors.values()
             if tensor.name not in _IN_CONFIG
         }
-        self.tensors: Mapping[str, StoredTensor] = {
-            name: self._stored(name, tensor) for name, tensor in self._sources.items()
+        self._factors = {  # of NVFP4, a tensor beside the weight
+            module: self._sources.pop(f"{module}.scale")
+            for module in [name.removesuffix(".weight") for name in self._sources]
+            if f"{module}.scale" in self._sources
         }
-        decoded = [tensor for tensor in self._sources.values() if tensor.type_id not in _PLAIN]
+        packed = packed_modules(self._sources) if packs else set()
+        self._packed: dict[str, str] = {}  # name of a tensor of a packed module -> the module
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self._sources.items():
+            module = name.removesuffix(".weight")
+            if module not in packed:
+                tensors[name] = self._stored(name, tensor)
+                continue
+            for meta in metas(module, tensor.type_id, *tensor.shape):
+                self._packed[meta.name] = module
+                tensors[meta.name] = StoredTensor(meta, tensor.path, None)
+        self.tensors: Mapping[str, StoredTensor] = tensors
+        self._log(header, packed)
+
+    @property
+    def has_packed(self) -> bool:
+        """Does a tensor stay in its blocks?"""
+        return bool(self._packed)
+
+    def _log(self, header: GgufHeader, packed: Collection[str]) -> None:
+        decoded = [
+            tensor
+            for name, tensor in self._sources.items()
+            if tensor.type_id not in _PLAIN and name.removesuffix(".weight") not in packed
+        ]
+        if packed:
+            kinds = Counter(BLOCKS[self._sources[m + ".weight"].type_id].name for m in packed)
+            listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+            logger.info("%s: tensors kept in their blocks: %s", header.path.name, listed)
         if decoded:
             kinds = Counter(_type(tensor).name for tensor in decoded)
             listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
@@ -82,16 +122,66 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its storage dtype (bfloat16 as uint16); quantised ones as float32."""
+        module = self._packed.get(name)
+        if module is not None:
+            if name.endswith(".weight_scale_2"):
+                return self._factor(module)
+            tensor = self._sources[f"{module}.weight"]
+            rows = self._in_order(name, _raw(tensor, *_block_of(tensor)))
+            return split(tensor.type_id, rows)[name.removeprefix(f"{module}.")]
         tensor = self._sources[name]
         values = _decode(tensor)
+        if name.removesuffix(".weight") in self._factors:
+            values = values * self._factor(name.removesuffix(".weight"))
+        return self._in_order(name, values)
+
+    def _factor(self, module: str) -> npt.NDArray[np.float32]:
+        """The number [1] that multiplies a NVFP4 tensor."""
+        stored = self._factors.get(module)
+        found = np.ones(1, np.float32) if stored is None else _decode(stored)
+        return np.ascontiguousarray(found, np.float32).reshape(-1)[:1]
+
+    def _in_order(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The rows in Hugging Face's order."""
         heads = self._heads(name)
         if heads is None:
             return values
-        rows = tensor.shape[0]
+        rows = len(values)
         # llama.cpp interleaves the two halves of each head: row 2 i + j of a head was row
         # j * (rows of a head / 2) + i.
         pairs = values.reshape(heads, rows // heads // 2, 2, -1)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _same_matrix(module: str) -> list[str]:
+    """The modules that are one matrix of the engine, itself included."""
+    prefix, dot, last = module.rpartition(".")
+    parts = next((parts for parts in _MATRICES if last in parts), (last,))
+    return [prefix + dot + part for part in parts]
+
+
+def packed_modules(sources: Mapping[str, GgufTensor]) -> set[str]:
+    """The linear layers that stay packed: all parts of a matrix have the same type.
+
+    `sources`: Hugging Face's name -> tensor. The head and embeddings are decoded.
+    """
+    types = {
+        name.removesuffix(".weight"): tensor.type_id
+        for name, tensor in sources.items()
+        if name.endswith("_proj.weight")
+        and len(tensor.shape) == 2
+        and tensor.shape[0] % 8 == 0
+        and tensor.type_id in BLOCKS
+        and tensor.shape[1] % BLOCKS[tensor.type_id].values == 0
+    }
+    return {
+        module
+        for module, kind in types.items()
+        if all(
+            types.get(other, kind if f"{other}.weight" not in sources else None) == kind
+            for other in _same_matrix(module)
+        )
+    }
 
 
 def hf_name(name: str) -> str:
@@ -113,16 +203,7 @@ def _decode(tensor: GgufTensor) -> npt.NDArray[Any]:
     from gguf import GGML_QUANT_SIZES, dequantize  # loads slowly
 
     kind = _type(tensor)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if tensor.shape[-1] % block:
-        raise ValueError(
-            f"{tensor.path}: {brief(tensor.name)} has rows of {tensor.shape[-1]} values, expected "
-            f"a multiple of {block}, the block of {kind.name}"
-        )
-    row_bytes = tensor.shape[-1] // block * block_bytes
-    shape = (*tensor.shape[:-1], row_bytes)
-    _check_end(tensor, int(np.prod(shape)))
-    raw = np.memmap(tensor.path, np.uint8, "r", tensor.offset, shape)
+    raw = _raw(tensor, *GGML_QUANT_SIZES[kind], kind.name)
     try:
         values: npt.NDArray[np.float32] = dequantize(raw, kind)
     except NotImplementedError as error:
@@ -131,6 +212,24 @@ def _decode(tensor: GgufTensor) -> npt.NDArray[Any]:
             "cannot decode; convert the file to another type"
         ) from error
     return values.reshape(tensor.shape)
+
+
+def _block_of(tensor: GgufTensor) -> tuple[int, int, str]:
+    block = BLOCKS[tensor.type_id]
+    return block.values, block.nbytes, block.name
+
+
+def _raw(tensor: GgufTensor, block: int, block_bytes: int, kind: str) -> npt.NDArray[np.uint8]:
+    """Rows of blocks, [..., bytes]."""
+    if tensor.shape[-1] % block:
+        raise ValueError(
+            f"{tensor.path}: {brief(tensor.name)} has rows of {tensor.shape[-1]} values, expected "
+            f"a multiple of {block}, the block of {kind}"
+        )
+    row_bytes = tensor.shape[-1] // block * block_bytes
+    shape = (*tensor.shape[:-1], row_bytes)
+    _check_end(tensor, int(np.prod(shape)))
+    return np.memmap(tensor.path, np.uint8, "r", tensor.offset, shape)
 
 
 def _check_end(tensor: GgufTensor, nbytes: int) -> None:

@@ -1,0 +1,93 @@
+"""GGUF types that stay in their blocks: logits of the decoded twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmcu.loading.model_files import model_files
+from tests.engine.harness import DEVICES
+from tests.engine.test_w4 import dense, logits, tolerance
+from tests.reference.engines import extension_or_skip
+from tests.tolerances import assert_close
+from tests.unit.test_gguf import TYPES, as_llama_cpp, gguf, metadata_of, write_gguf
+
+extension_or_skip()
+
+KINDS = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
+
+
+def in_blocks(weight: Any, kind: str) -> Any:
+    """Rows of blocks; of types that the gguf package only decodes, random ones of these sizes."""
+    rows = np.asarray(weight, np.float32)
+    if kind not in ("IQ4_NL", "NVFP4"):
+        return gguf.quants.quantize(rows, TYPES[kind])
+    n, k = rows.shape
+    rng = np.random.default_rng(n + k)
+    if kind == "IQ4_NL":
+        made = rng.integers(0, 256, (n, k // 32, 18), dtype=np.uint8)
+        d = rng.uniform(0.5, 1, (n, k // 32, 1)) * np.abs(rows).max() / 127
+        made[:, :, :2] = d.astype("<f2").view(np.uint8)
+    else:
+        made = rng.integers(0, 256, (n, k // 64, 36), dtype=np.uint8)
+        made[:, :, :4] = rng.integers(8, 40, (n, k // 64, 4))
+        made[0, 0, :2] = 0, 0x7F  # both are 0
+    return made.reshape(n, -1)
+
+
+def write(path: Path, tiny: Any, kinds: dict[str, str], *, decoded: bool) -> Path:
+    """`kinds`: part of a name -> type; other tensors are float32."""
+    tensors: dict[str, Any] = {}
+    for name, array in as_llama_cpp(tiny, "llama").items():
+        kind = next((kind for part, kind in kinds.items() if part in name), None)
+        if kind is None or array.ndim != 2:
+            tensors[name] = np.asarray(array, np.float32)
+            continue
+        raw = in_blocks(array, kind)
+        factor = np.array([0.125], np.float32)
+        if decoded:
+            values = gguf.dequantize(raw, TYPES[kind])
+            tensors[name] = values * factor if kind == "NVFP4" else values
+            continue
+        tensors[name] = raw, TYPES[kind]
+        if kind == "NVFP4":
+            tensors[name.replace(".weight", ".scale")] = factor
+    write_gguf(path, "llama", metadata_of(tiny.config, "llama"), tensors)
+    return path
+
+
+MIXED = {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "ffn": "Q4_0"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+def test_logits(tmp_path: Path, device: str, kind: str) -> None:
+    """`mixed`: q, k and v of two types are decoded, as no matrix has two."""
+    tiny = dense(tmp_path, "llama", intermediate_size=384)
+    kinds = MIXED if kind == "mixed" else {"attn_": kind, "ffn_": kind}
+    found = write(tmp_path / "found.gguf", tiny, kinds, decoded=False)
+    twin = write(tmp_path / "twin.gguf", tiny, kinds, decoded=True)
+    checkpoint = model_files(found).checkpoint()
+    module = "model.layers.0.mlp.down_proj"
+    packed = [f"{module}.weight_scale", "model.layers.0.self_attn.q_proj.weight_scale"]
+    assert [name in checkpoint.tensors for name in packed] == [True, kind != "mixed"]
+    for name in checkpoint.tensors:
+        assert name.rpartition(".")[2] != "scale"  # NVFP4's is weight_scale_2
+    found_logits, twin_logits = (logits(path, device) for path in (found, twin))
+    assert_close(found_logits, twin_logits, tolerance(device))
+
+
+def test_decoded_for_the_converter(tmp_path: Path) -> None:
+    """The same numbers, as rows of float32 without a quantisation."""
+    tiny = dense(tmp_path, "llama", intermediate_size=384)
+    kinds = {"attn_": "NVFP4", "ffn_": "MXFP4"}
+    files = model_files(write(tmp_path / "found.gguf", tiny, kinds, decoded=False)).decoded()
+    twin = model_files(write(tmp_path / "twin.gguf", tiny, kinds, decoded=True)).checkpoint()
+    assert "quantization_config" not in files.json("config.json")
+    checkpoint = files.checkpoint()
+    assert set(checkpoint.tensors) == set(twin.tensors)
+    for name in twin.tensors:
+        np.testing.assert_array_equal(checkpoint.read(name), twin.read(name))
