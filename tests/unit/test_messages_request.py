@@ -222,7 +222,7 @@ def test_sampling():
     found = chat(**given, stop_sequences=["\n\n", ""], stop="b", stream=True, cache_salt="s")
     fields = found.sampling_fields()
     assert {name: fields[name] for name in given} == given
-    assert (fields["stop"], fields["cache_salt"]) == (("\n\n", "b"), "s")
+    assert (fields["stop"], fields["cache_salt"]) == (("\n\n", "", "b"), "s")
     assert (found.stream, found.token_limit) == (True, 9)
     assert chat(max_tokens=0).token_limit == 1
 

@@ -42,7 +42,7 @@ def test_a_text_and_instructions():
     ]
 
 
-@pytest.mark.parametrize("given", [{}, {"input": None}, {"input": []}, {"input": ""}])
+@pytest.mark.parametrize("given", [{"input": []}, {"input": ""}])
 def test_an_empty_input_is_an_empty_message(given):
     assert messages(**given) == [{"role": "user", "content": ""}]
     with_instructions = messages(**given, instructions="x")
