@@ -39,6 +39,10 @@ class ModelSpec:
     "RMSNorm of each q and k head."
     zero_centred_norms: bool
     "Norms multiply by 1 + weight."
+    plain_final_norm: bool
+    "The norm before the head multiplies by the weight all the same."
+    normed_embedding: bool
+    "Embeddings have an RMSNorm without weights."
     embed_scale: float
     "The embedding's output is multiplied by it."
     residual_scale: float
@@ -83,7 +87,7 @@ class RuntimeConfig:
     cuda_graph: bool
     "Decode steps are captured and replayed."
     num_threads: int
-    "CPU back end; 0: all cores."
+    "CPU back end; 0: OMP_NUM_THREADS, or all cores."
     cublas_paths: list[str]
     "Folders to look for libcublasLt in first."
     verify_strategy: str

@@ -47,6 +47,8 @@ class SpecFields:
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centred_norms: bool = False  # RMSNorm multiplies by 1 + weight
+    plain_final_norm: bool = False  # except the norm before the head
+    normed_embedding: bool = False  # embeddings have an RMSNorm without weights
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -44,6 +44,8 @@ struct ModelSpec {
   bool qkv_bias = false;
   bool qk_norm = false;             // RMSNorm of each q and k head
   bool zero_centred_norms = false;  // norms multiply by 1 + weight
+  bool plain_final_norm = false;    // except the norm before the head
+  bool normed_embedding = false;    // embeddings have an RMSNorm without weights
   float embed_scale = 1;            // embedding output
   float residual_scale = 1;         // each block's output before the residual add
   float logit_scale = 1;            // the head's input

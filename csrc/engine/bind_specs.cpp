@@ -108,6 +108,10 @@ void bind_model_spec(py::module_& m) {
       .def_readwrite("qk_norm", &ModelSpec::qk_norm, "RMSNorm of each q and k head.")
       .def_readwrite("zero_centred_norms", &ModelSpec::zero_centred_norms,
                      "Norms multiply by 1 + weight.")
+      .def_readwrite("plain_final_norm", &ModelSpec::plain_final_norm,
+                     "The norm before the head multiplies by the weight all the same.")
+      .def_readwrite("normed_embedding", &ModelSpec::normed_embedding,
+                     "Embeddings have an RMSNorm without weights.")
       .def_readwrite("embed_scale", &ModelSpec::embed_scale,
                      "The embedding's output is multiplied by it.")
       .def_readwrite("residual_scale", &ModelSpec::residual_scale,

@@ -12,8 +12,12 @@ namespace cpmcu {
 class RmsNorm {
  public:
   // `width`: H, if it is not the model's hidden_size.
-  RmsNorm(const ModelSpec& spec, std::string name, int64_t width = 0)
-      : spec_(&spec), name_(std::move(name)), width_(width > 0 ? width : spec.hidden_size) {}
+  // `plain`: it multiplies by the weight, whatever the spec's zero_centred_norms is.
+  RmsNorm(const ModelSpec& spec, std::string name, int64_t width = 0, bool plain = false)
+      : spec_(&spec),
+        name_(std::move(name)),
+        width_(width > 0 ? width : spec.hidden_size),
+        offset_(plain ? 0 : spec.norm_offset()) {}
 
   void plan(MemoryPlan& plan) { id_ = plan.add(name_, "weights", width_ * size_of(spec_->dtype)); }
   void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {width_}); }
@@ -29,7 +33,7 @@ class RmsNorm {
                              .eps = spec_->rms_norm_eps,
                              .out_stride = out_stride,
                              .index = index,
-                             .weight_offset = spec_->norm_offset()};
+                             .weight_offset = offset_};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(norm)) rms_norm(ctx, norm);
   }
@@ -38,6 +42,7 @@ class RmsNorm {
   const ModelSpec* spec_;
   std::string name_;
   int64_t width_;
+  float offset_;  // added to the weights
   MemoryPlan::Id id_ = 0;
   Tensor weight_;  // [H]
 };

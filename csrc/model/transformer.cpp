@@ -3,13 +3,16 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
+#include "kernels/layer/norm_heads.h"
 #include "kernels/layer/softcap.h"
 #include "layers/compress_queue.h"
 
 namespace cpmcu {
 
 Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
-    : spec_(spec), prefix_(std::move(prefix)), final_norm_(spec, prefix_ + "model.norm") {
+    : spec_(spec),
+      prefix_(std::move(prefix)),
+      final_norm_(spec, prefix_ + "model.norm", 0, spec.plain_final_norm) {
   for (int layer = 0; layer < spec.num_hidden_layers; ++layer) {
     const std::string name = prefix_ + "model.layers." + std::to_string(layer) + ".";
     Timeline phase = kMixer;
@@ -94,6 +97,9 @@ Tensor Transformer::forward(const Context& ctx, const Step& step) const {
   const Tensor normed = normed_.rows(0, step.tokens.num_tokens);
   const Tensor branch = has_branch_ ? branch_.rows(0, step.tokens.num_tokens) : Tensor();
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+  if (spec_.normed_embedding) {
+    norm_heads(ctx, {.x = hidden, .width = spec_.hidden_size, .eps = spec_.rms_norm_eps});
+  }
   GemmQueue gemms(ctx, step.phase, &gemm_order_);
   int layer = -1;
   for (const Sublayer& sublayer : sublayers_) {

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": None,
         },
     ),
+    "muse_glimmer": ("muse", {"num_hidden_layers": 8}),
     "granite_swa": ("graniteswa", {"num_hidden_layers": 4}),
     "olmo2": ("olmo2", {"num_hidden_layers": 2}),
     "olmo3": (

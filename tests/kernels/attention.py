@@ -24,6 +24,7 @@ class Case:
     window: int = 0
     by_position: bool = False
     gated: bool = False  # a gate of the size of a head follows each query head
+    with_sinks: bool = False
     selecting: dict[str, Any] = field(default_factory=dict)  # arguments for sparse attention
 
     def __post_init__(self) -> None:
@@ -31,6 +32,8 @@ class Case:
         rng = np.random.default_rng(self.seed)
         columns = (self.num_heads + 2 * self.num_kv_heads) * dim
         self.scale = dim**-0.5
+        values = np.random.default_rng([self.seed, 9]).uniform(-1, 6, self.num_heads)
+        self.sinks = values.astype(np.float32).astype(float) if self.with_sinks else None
         self.qkv = rounded(rng.standard_normal((step.num_rows, columns)) * 1.5, self.dtype)
         # [entries, Hkv, D] of each sequence. The values do not depend on the shape of the step.
         self.k, self.v = (
@@ -91,7 +94,7 @@ class Case:
         if "max_splits" in self.selecting:
             splits = self.selecting["max_splits"]
             floats = ops.sparse_scratch_floats(num_rows, self.num_heads, self.head_dim, splits)
-        more = {}
+        more = {} if self.sinks is None else {"sinks": put(device, self.sinks)}
         if self.gated:
             k_begin = 2 * self.num_heads * self.head_dim
             v_begin = k_begin + self.num_kv_heads * self.head_dim
@@ -124,7 +127,8 @@ class Case:
             seq, entries = self.step.token_seqs[row], self.entries(row)
             q = self.qkv[row].reshape(-1, self.head_dim)[: self.num_heads]
             k, v = self.k[seq][entries], self.v[seq][entries]
-            out[row] = reference.attention_row(q, k, v, self.scale).reshape(-1)
+            found = reference.attention_row(q, k, v, self.scale, self.sinks)
+            out[row] = found.reshape(-1)
         return out
 
     def check(self, name: str, device: str) -> None:

@@ -57,6 +57,29 @@ def test_gates_between_query_heads(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (64, 8, 64)])
+@pytest.mark.parametrize(("name", "window"), [(DECODE, 0), (DECODE, 128), (PREFILL, 128)])
+def test_sinks(
+    device: str, dtype: str, name: str, window: int, heads: tuple[int, int, int]
+) -> None:
+    step = Step(lengths=[0, 63, 130, 700], counts=[1, 2, 9, 3])
+    Case(step, *heads, dtype, window=window, with_sinks=True).check(name, device)
+    tree = Step(lengths=[5, 200], counts=[12, 33], masks=[deep_tree(12), deep_tree(33)])
+    if name == DECODE:
+        Case(tree, *heads, dtype, window=window, with_sinks=True, by_position=True).check(
+            name, device
+        )
+
+
+@on_devices
+def test_sinks_are_one_for_each_head(device: str) -> None:
+    case = Case(Step(lengths=[0], counts=[1]), 4, 2, 64, "float16", with_sinks=True)
+    case.sinks = np.zeros(3)
+    with pytest.raises(ValueError, match=r"sinks are float32 \[3\]"):
+        case.run(DECODE, device)
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
     step = Step(lengths=EDGES, counts=[1] * len(EDGES))
@@ -151,7 +174,10 @@ def one_sequence(case: Case, seq: int, rows: Sequence[int]) -> Case:
     step = case.step
     first = int(step.in_seq[rows[0]])
     alone = Step(lengths=[step.lengths[seq] + first], counts=[len(rows)], seed=77)
-    result = type(case)(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+    result = type(case)(
+        alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype,
+        with_sinks=case.with_sinks,
+    )  # fmt: skip
     result.qkv = case.qkv[list(rows)]
     result.k, result.v = [case.k[seq][: alone.ends[0]]], [case.v[seq][: alone.ends[0]]]
     return result
@@ -161,12 +187,13 @@ LENGTHS = [0, 65, 700] if SMALL else [0, 65, 127, 700, 4200]
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64)])
 def test_decode_tokens_do_not_depend_on_the_batch(
-    device: str, dtype: str, heads: tuple[int, int, int]
+    device: str, dtype: str, heads: tuple[int, int, int], sinks: bool
 ) -> None:
     counts = [1, 7, 64, 13, 2][: len(LENGTHS)]
-    case = Case(Step(lengths=LENGTHS, counts=counts), *heads, dtype)
+    case = Case(Step(lengths=LENGTHS, counts=counts), *heads, dtype, with_sinks=sinks)
     together = case.run(DECODE, device).numpy()
     for seq, count in enumerate(counts):
         begin = int(case.step.begins[seq])

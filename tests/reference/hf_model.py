@@ -27,13 +27,17 @@ def hf_states(
 
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     keys = {"pad_token_id": None, **keys}  # the defaults are outside of a tiny vocabulary
+    if config["model_type"] == "muse_glimmer":
+        text = {**keys, "model_type": "muse_glimmer_text", "architectures": None}
+        vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+        keys = {"text_config": text, "vision_config": vision | {"num_attention_heads": 2}}
     hf_config = transformers.AutoConfig.for_model(
         config["model_type"], **keys, attn_implementation="eager"
     )
     # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
     weights = fuse_experts(config, weights)
-    has_vision = config["model_type"] == "qwen3_5"
+    has_vision = config["model_type"] in ("qwen3_5", "muse_glimmer")
     auto = transformers.AutoModelForImageTextToText if has_vision else None
     auto = auto or transformers.AutoModelForCausalLM
     model = auto.from_config(hf_config).float().eval()
@@ -42,12 +46,13 @@ def hf_states(
         for name, array in weights.items()
         if not name.startswith(("mtp.", "model.visual."))
     }
-    if hf_config.tie_word_embeddings:
+    if config.get("tie_word_embeddings"):
         prefix = "model.language_model." if has_vision else "model."
         state["lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
     # The tower of a model with vision keeps its own random weights, which text does not use.
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and all(name.startswith("model.visual.") for name in missing), missing
+    towers = ("model.visual.", "model.vision")
+    assert not unexpected and all(name.startswith(towers) for name in missing), missing
     with torch.no_grad():
         outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
     return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()

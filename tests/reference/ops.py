@@ -74,13 +74,19 @@ def in_window(entries: Ints, own: int, window: int) -> Ints:
     return entries if window == 0 else entries[entries > own - window]
 
 
-def attention_row(q: F64, k: F64, v: F64, scale: float) -> F64:
-    """q [Hq, D] over the visible entries' k and v [entries, Hkv, D]; returns [Hq, D]."""
+def attention_row(q: F64, k: F64, v: F64, scale: float, sinks: F64 | None = None) -> F64:
+    """q [Hq, D] over the visible entries' k and v [entries, Hkv, D]; returns [Hq, D].
+
+    `sinks` [Hq]: a further logit of each head, without a value.
+    """
     group = q.shape[0] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = scale * np.einsum("hd,chd->hc", q, k)
     p = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return np.einsum("hc,chd->hd", p / p.sum(axis=1, keepdims=True), v)
+    total = p.sum(axis=1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks[:, None] - scores.max(axis=1, keepdims=True))
+    return np.einsum("hc,chd->hd", p / total, v)
 
 
 # ---- sampling; `s` is one element of ops.slot_sampling_dtype

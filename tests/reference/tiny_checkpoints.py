@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "olmo3": ("Olmo3ForCausalLM", "olmo3"),
     "graniteswa": ("GraniteSWAForCausalLM", "granite_swa"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "muse": ("MuseGlimmerForConditionalGeneration", "muse_glimmer"),
     "gptoss": ("GptOssForCausalLM", "gpt_oss"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral": ("MinistralForCausalLM", "ministral"),
@@ -116,9 +117,17 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "muse": {
+        "sliding_window": 33,
+        "layer_types": None,
+        "final_logit_softcapping": 3.0,
+        "output_multiplier": 0.5,
+        "qk_scale_factor": 2.0,
+        "post_norm_eps": 1e-3,
+    },
     "gptoss": {
         "intermediate_size": 40,
-        "num_local_experts": 6,
+        "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.5,  # so that it is reached
         "sliding_window": 33,
@@ -208,7 +217,11 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     weights = {"model.embed_tokens.weight": embed}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        is_gemma = model_type == "gemma4_text"
+        is_gemma, is_muse = model_type == "gemma4_text", model_type == "muse_glimmer"
+        if is_muse:
+            weights[prefix + "self_attn.gate_proj.weight"] = matrix(q_size, hidden)
+            for place in ("pre_feedforward", "post_feedforward"):
+                weights[f"{prefix}{place}_layernorm.weight"] = norm(hidden)
         if is_gemma:
             is_full = config["layer_types"][layer] == "full_attention"
             head_dim = config["global_head_dim"] if is_full else config["head_dim"]
@@ -272,6 +285,9 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     weights["model.norm.weight"] = norm(hidden)
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    if model_type == "muse_glimmer":  # the factors of its layers' norms are 1 + weight
+        centred = {n: w - ("layernorm" in n) for n, w in weights.items()}
+        weights = {n.replace("model.", "model.language_model.", 1): w for n, w in centred.items()}
     return weights
 
 

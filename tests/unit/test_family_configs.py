@@ -337,6 +337,24 @@ def test_gemma4_31b() -> None:
         build(GEMMA4_31B, device="cuda")
 
 
+def test_muse_glimmer() -> None:
+    fields = build(tiny_config("muse", num_hidden_layers=8))
+    assert windows(fields) == [33, 33, 33, 0] * 2
+    still = ["rope_inv_freq" in layer[0][1] for layer in fields.layers]
+    assert still == [False, False, False, True] * 2
+    assert fields.layers[0][0][1]["softmax_scale"] == 2.0 / 4
+    assert fields.zero_centred_norms and fields.plain_final_norm and fields.normed_embedding
+    thetas = {"layer_rope_theta": [1e4] * 8}
+    assert (
+        "rope_inv_freq"
+        not in build(tiny_config("muse", num_hidden_layers=8, **thetas)).layers[3][0][1]
+    )
+    names = find_model(tiny_config("muse")).names
+    assert names("model.vision_tower.norm.weight", fields) == ()
+    pieces = names("model.language_model.layers.0.pre_feedforward_layernorm.weight", fields)
+    assert pieces[0].name == "model.layers.0.post_attention_layernorm.weight"
+
+
 def test_granite_swa() -> None:
     fields = build(tiny_config("graniteswa", num_hidden_layers=4))
     assert windows(fields) == [0, 33, 0, 33]
@@ -430,7 +448,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["bidirectional_attention is 'all'", "null"],
     ),
     ("gemma4", {"num_global_key_value_heads": 3}, ["_key_value_heads is 3", "a divisor"]),
-    ("gptoss", {"num_experts_per_tok": 7}, ["num_experts_per_tok is 7", "at most"]),
+    ("muse", {"attention_bias": True}, ["attention_bias is True", "false"]),
+    ("muse", {"layer_rope_theta": [0]}, ["layer_rope_theta is [0]", "a list of 2 numbers"]),
+    ("muse", {"hidden_activation": "gelu"}, ["hidden_activation is 'gelu'", "'silu'"]),
+    ("gptoss", {"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "at most"]),
     ("gptoss", {"swiglu_limit": 0}, ["swiglu_limit is 0", "a positive number"]),
     ("graniteswa", {"layer_rope_theta": [0]}, ["layer_rope_theta is [0]", "a list of 2 numbers"]),
     ("graniteswa", {"mlp_bias": True}, ["mlp_bias is True", "false"]),

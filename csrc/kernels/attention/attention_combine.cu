@@ -82,9 +82,10 @@ __device__ __forceinline__ float2 row_max_and_sum(const float2* states, int num_
 
 // A CTA has one token, one query head and 1 / kParts of the dimensions. A thread has four
 // dimensions and every kGroups-th SplitParts. The sums of the SplitParts are added in order.
-template <typename T, int kDim_, int kParts_, int kThreads_>
+template <typename T, int kDim_, int kParts_, int kThreads_, bool kSinks_ = false>
 struct CombineConfig {
   using Element = T;
+  static constexpr bool kSinks = kSinks_;
   static constexpr int kDim = kDim_;
   static constexpr int kParts = kParts_;  // more than 1 if tokens are too few to fill all SMs
   static constexpr int kColumns = kDim / 4 / kParts;
@@ -154,7 +155,9 @@ __global__ void __launch_bounds__(Config::kThreads)
     __syncthreads();
   }
   if (!adds_up) return;
-  const float inverse = inverse_of(sum);
+  float all = sum;
+  if constexpr (Config::kSinks) all = with_sink(all, args.sinks, head, row_max);
+  const float inverse = inverse_of(all);
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     *reinterpret_cast<uint32_t*>(args.out + row * kDim + dimension_at(column + i)) =
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 // ---- launchers
 
-template <typename T, int kDim, typename Splits>
+template <typename T, int kDim, typename Splits, bool kSinks = false>
 void launch_combine(const Context& ctx, const AttentionParams& params, int max_splits,
                     bool before_fused_layer) {
   const int num_rows = params.tokens.num_tokens;
@@ -178,15 +181,15 @@ void launch_combine(const Context& ctx, const AttentionParams& params, int max_s
            make_decode_args<T>(ctx, params), max_splits);
   };
   // If tokens are few, a CTA loads all splits at once.
-  using Few = CombineConfig<T, kDim, 4, 128>;
+  using Few = CombineConfig<T, kDim, 4, 128, kSinks>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
-    combine(CombineConfig<T, kDim, 1, 128>{});
+    combine(CombineConfig<T, kDim, 1, 128, kSinks>{});
   } else if (before_fused_layer) {
-    combine(CombineConfig<T, kDim, 2, 320>{});
+    combine(CombineConfig<T, kDim, 2, 320, kSinks>{});
   } else if (max_splits <= Few::kGroups * kSplitsTogether) {
     combine(Few{});
   } else {
-    combine(CombineConfig<T, kDim, 4, 256>{});
+    combine(CombineConfig<T, kDim, 4, 256, kSinks>{});
   }
 }
 
@@ -202,6 +205,14 @@ void combine_splits(const Context& ctx, const AttentionParams& params, bool befo
         launch_combine<T, dim.value, SelectedSplits>(ctx, params, params.selection.max_splits,
                                                      before_fused_layer);
       });
+      return;
+    }
+    if (!params.sinks.empty()) {
+      dispatch_int<64, 128>("attention_combine with sinks: head_dim", params.head_dim,
+                            [&](auto dim) {
+                              launch_combine<T, dim.value, RowSplits, true>(ctx, params, max_splits,
+                                                                            before_fused_layer);
+                            });
       return;
     }
     dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {

@@ -20,6 +20,7 @@
 namespace cpmcu::cuda {
 
 void attention_splits_fp8(const Context& ctx, const AttentionParams& params);
+void attention_splits_sinks(const Context& ctx, const AttentionParams& params);
 
 int merges_from(const Context& ctx, const AttentionParams& params) {
   if (!params.by_position) return kNeverMerge;
@@ -51,6 +52,7 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
         "attention_decode: scratch is {} {}, expected {} elements of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
   if (!params.k_scales.empty()) return attention_splits_fp8(ctx, params);
+  if (!params.sinks.empty()) return attention_splits_sinks(ctx, params);
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
       launch_all_splits<decltype(element), dim.value, false>(ctx, params);

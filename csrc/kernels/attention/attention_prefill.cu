@@ -29,9 +29,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kFp8_ = false>
+template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false>
 struct PrefillConfig {
   using Element = T;
+  static constexpr bool kSinks = kSinks_;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;       // m16 tiles of a warp
@@ -159,6 +160,12 @@ struct PrefillCta {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       rows[m].reduce_sum();
+      if constexpr (Config::kSinks) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          rows[m].sum[half] = with_sink(rows[m].sum[half], args.sinks, head, rows[m].row_max[half]);
+        }
+      }
       const float inverse[2] = {inverse_of(rows[m].sum[0]), inverse_of(rows[m].sum[1])};
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
@@ -262,11 +269,18 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
   }
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
-      params.tokens.ancestor_masks == nullptr && params.k_scales.empty()) {
+      params.tokens.ancestor_masks == nullptr && params.k_scales.empty() && params.sinks.empty()) {
     return attention_prefill_sm90(ctx, params);
   }
 #endif
   dispatch_half(params.qkv.dtype(), [&](auto element) {
+    if (!params.sinks.empty()) {
+      dispatch_int<64, 128>(
+          "attention_prefill with sinks: head_dim", params.head_dim, [&](auto dim) {
+            launch_prefill<PrefillConfig<decltype(element), dim.value, false, true>>(ctx, params);
+          });
+      return;
+    }
     dispatch_int<64, 128, 256>("attention_prefill: head_dim", params.head_dim, [&](auto dim) {
       using T = decltype(element);
       params.k_scales.empty() ? launch_prefill<PrefillConfig<T, dim.value, false>>(ctx, params)

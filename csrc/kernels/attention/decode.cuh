@@ -328,7 +328,7 @@ __device__ __forceinline__ void add_to_split_group(RowTile<kColumns>& state,
 // Writes the dimensions [column, column + kColumns) of the packed rows [row, row + 16) at the end
 // of a split. If the row has one split, they are final and go to `out`. Otherwise they go to
 // scratch.
-template <int kDim, typename T, int kRows, int kColumns>
+template <int kDim, bool kSinks, typename T, int kRows, int kColumns>
 __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                                             const PackedRows<kRows>& packed,
                                             const RowTile<kColumns>& state, int row, int column,
@@ -340,7 +340,11 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
     if (split >= count) continue;  // the row sees no entry of this split
     const int64_t t = packed.outs[p];
     if (count == 1) {
-      const float inverse = inverse_of(state.sum[half]);
+      float sum = state.sum[half];
+      if constexpr (kSinks) {
+        sum = with_sink(sum, args.sinks, packed.outs[p] % args.num_heads, state.row_max[half]);
+      }
+      const float inverse = inverse_of(sum);
       T* to = args.out + t * kDim + column + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {

@@ -62,10 +62,10 @@ void launch_splits(const Context& ctx, const AttentionParams& params, Kernel ker
          decode_grid.max_splits);
 }
 
-template <typename T, int kDim, bool kFp8>
+template <typename T, int kDim, bool kFp8, bool kSinks = false>
 void launch_all_splits(const Context& ctx, const AttentionParams& params) {
-  using Few = FewRowsConfig<T, kDim, kFp8>;
-  using Many = ManyRowsConfig<T, kDim, kFp8>;
+  using Few = FewRowsConfig<T, kDim, kFp8, kSinks>;
+  using Many = ManyRowsConfig<T, kDim, kFp8, kSinks>;
   const int max_packed = params.tokens.max_seq_tokens * (params.num_heads / params.num_kv_heads);
   if (params.by_position) {
     launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, true>);

@@ -22,9 +22,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kFp8_ = false>
+template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false>
 struct FewRowsConfig {
   using Element = T;
+  static constexpr bool kSinks = kSinks_;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = kDim <= 128 ? 4 : 2;
@@ -236,7 +237,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     __syncthreads();
     fetch(buffers.keys[i].entries, kKeys, entry + 2 * Config::kRoundEntries, next_page);
     if (round_entry + Config::kRoundEntries >= min(split_end, range.entry_end)) {
-      write_split<kDim>(args, smem.packed, state, 0, warp * Config::kColumns, split, max_splits);
+      write_split<kDim, Config::kSinks>(args, smem.packed, state, 0, warp * Config::kColumns, split,
+                                        max_splits);
       split_end = split_begin(++split + 1);
       state.clear();
     }

@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
     if (warp_has_rows && !group_has_splits) {
       const int place = merges ? split / kSplitsPerGroup * kSplitsPerGroup : split;
-      write_split<kDim>(args, smem.packed, state, warp_row, column, place, max_splits);
+      write_split<kDim, Config::kSinks>(args, smem.packed, state, warp_row, column, place,
+                                        max_splits);
     }
     split_end = split_begin(++split + 1);
     state.clear();

@@ -12,9 +12,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kFp8_ = false>
+template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false>
 struct ManyRowsConfig {
   using Element = T;
+  static constexpr bool kSinks = kSinks_;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // output dimensions of a warp

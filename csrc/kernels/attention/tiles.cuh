@@ -53,7 +53,8 @@ struct AttentionArgs {
   StepTokens tokens;
   const uint64_t* selection;  // [T, Hkv, selection_words]; null: all tokens see all blocks
   int selection_words;
-  int end_position;  // attention_prefill: results of tokens from here on are not needed
+  int end_position;    // attention_prefill: results of tokens from here on are not needed
+  const float* sinks;  // [Hq]; only kernels with kSinks read it
 };
 
 struct Sequence {
@@ -102,7 +103,12 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   check_kv_cache(op, p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
   CHECK(p.k_scales.empty() || p.selection.empty(),
         "{}: sparse attention has an fp8 cache, expected {} like qkv", op, name_of(p.qkv.dtype()));
-  CHECK(p.sinks.empty(), "{}: attention sinks have no CUDA kernel; use device cpu", op);
+  CHECK(p.sinks.empty() ||
+            (p.sinks.dtype() == DType::kF32 && p.k_scales.empty() && p.selection.empty() &&
+             p.sinks.num_elements() == p.num_heads && (p.head_dim == 64 || p.head_dim == 128)),
+        "{}: sinks are {} {} with heads of {}, expected float32 [{}], heads of 64 or 128, a cache "
+        "of 16 bits and no selection",
+        op, name_of(p.sinks.dtype()), p.sinks.shape_text(), p.head_dim, p.num_heads);
   CHECK(p.scale > 0, "{}: scale is {}, expected a positive number", op, p.scale);
   CHECK(p.window >= 0, "{}: window is {}, expected 0 or more", op, p.window);
   CHECK(tokens.first_token >= 0, "{}: first_token is {}, expected 0 or more", op,
@@ -137,7 +143,8 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .tokens = p.tokens,
           .selection = p.selection.words.as<const uint64_t>(),
           .selection_words = p.selection.empty() ? 0 : static_cast<int>(p.selection.words.size(2)),
-          .end_position = p.selection.dense_len > 0 ? p.selection.dense_len : INT_MAX};
+          .end_position = p.selection.dense_len > 0 ? p.selection.dense_len : INT_MAX,
+          .sinks = p.sinks.as<const float>()};
 }
 
 // ---- tiles
@@ -284,6 +291,12 @@ __device__ __forceinline__ float normalised(float acc, float inverse_sum) {
 }
 __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
+}
+
+// The sum of a row's probabilities 2^(s - row_max), and that of the sink of its query head.
+__device__ __forceinline__ float with_sink(float sum, const float* sinks, int head, float row_max) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  return __fadd_rn(sum, exp2f(__fmaf_rn(sinks[head], kLog2E, -row_max)));
 }
 
 // scores = q keys^T for kTiles * 8 entries. load_q(q, k16) loads the fragments of the query rows.
