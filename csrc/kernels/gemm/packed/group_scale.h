@@ -15,7 +15,7 @@ namespace cpmcu {
 
 constexpr int kTopExponent = 30;  // of a byte: the largest power of two of 8 rows x 128 k
 
-// Powers of two below the largest whose products with all codes are exact in float16. Smaller ones
+// Powers of two below the largest that are exact in float16 times any code. Smaller ones
 // become 0: their part of a sum is below the precision of float32 (e4m3: a quarter above it).
 constexpr int most_exponents(Codes codes) { return codes == Codes::kE2m1 ? 24 : 22; }
 

@@ -15,7 +15,7 @@
 //
 // Group scales of floats: bytes [256][128 / group], one for `group` k of a row. Byte b is the
 // number 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If it is 0, so
-// are the codes. A product of a code and a group scale is exact in 16 bits. kE4m3 may have them
+// are the codes. A code times a group scale is exact in 16 bits. kE4m3 may have them
 // too.
 //
 // To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it

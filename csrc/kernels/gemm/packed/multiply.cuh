@@ -1,8 +1,9 @@
 // Multiplication of a weight block (packed.h) in shared memory with rows of x, by one warp.
 //
 // Scales never touch the weights. Unpacked numbers are exact in 16 bits, so the tensor cores sum
-// codes * x over 128 k. One float32 multiply-add per sum and block applies the scale. Layouts with
-// smaller groups (Unpacker::kScaleSteps) apply it to the sums of a group.
+// codes * x over 128 k. One float32 multiply-add per sum and block applies the scale. Integers in
+// smaller groups (Unpacker::kScaleSteps) apply it to the sums of a group. Unpacked floats include
+// their group scales, still exactly.
 #pragma once
 
 #include <type_traits>
