@@ -172,6 +172,8 @@ class PrefillProgressBar:
                     self._bar.update(done)
             self.finish()
             return
+        if not done:  # `begin` has said so
+            return
         self._show(total)
         with self._lock:
             if self._bar is not None:

@@ -86,7 +86,7 @@ IGNORED = {
 _REASONS = {
     "suffix": "/v1/completions fills gaps",
     "thinking_budget": "thinking_token_budget limits the reasoning of chats and responses",
-    "thinking_token_budget": "a text has no reasoning apart from its content",
+    "thinking_token_budget": "a text is not split into reasoning and content",
     "post_sampling_probs": "log-probabilities are the model's, before sampling",
     "use_beam_search": "an output has one continuation; ask for n outputs, or for logprobs",
 }
