@@ -70,7 +70,8 @@ void check_finite_on_device(const Context& ctx, WeightTable& table,
   std::vector<DeviceNumbers> numbers;
   for (const FileEntry& entry : entries) {
     const Tensor& tensor = table.find(entry.name, entry.dtype, entry.shape).destination;
-    if (tensor.dtype() != entry.dtype || !is_floating(entry.dtype)) continue;
+    const bool has_nan = is_floating(entry.dtype) || entry.dtype == DType::kE4M3;
+    if (tensor.dtype() != entry.dtype || !has_nan) continue;
     copied.push_back(&entry);
     numbers.push_back({entry.dtype, tensor.data(), tensor.num_elements()});
   }

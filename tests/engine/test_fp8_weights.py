@@ -87,7 +87,8 @@ def test_scales_of_two_kinds(tmp_path: Path) -> None:
         logits(directory, "cpu")
 
 
-def test_not_a_number(tmp_path: Path) -> None:
+@on_devices
+def test_not_a_number(tmp_path: Path, device: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -97,4 +98,4 @@ def test_not_a_number(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"o_proj.weight.* holds nan at \[3, 5\]"):
-        logits(directory, "cpu")
+        logits(directory, device)
