@@ -3,6 +3,9 @@
 Every flag may be spelt with dashes or underscores. A boolean flag takes an optional value
 (`--cuda-graph`, `--cuda-graph no`). A field of type `Sequence[str]` is a repeatable flag. `--help`
 shows the fields that have a `brief`; `--help-all` explains every flag.
+
+No library makes the flags: jsonargparse, cyclopts and pydantic-settings have one help text, not a
+short and a full one, and their imports take 134, 100 and 242 ms. That of argparse takes 13 ms.
 """
 
 from __future__ import annotations
