@@ -11,15 +11,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 import cpmcu
 from cpmcu.serving import routes
-from cpmcu.serving.auth import Authentication
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.connection import OneLength
 from cpmcu.serving.errors import add_handlers
-from cpmcu.serving.limits import BodyLimit
-from cpmcu.serving.origins import Origins, is_loopback
-from cpmcu.serving.paths import Paths
+from cpmcu.serving.http.auth import Authentication
+from cpmcu.serving.http.connection import OneLength
+from cpmcu.serving.http.limits import BodyLimit
+from cpmcu.serving.http.origins import Origins, is_loopback
+from cpmcu.serving.http.paths import Paths
+from cpmcu.serving.http.request_log import RequestLog
 from cpmcu.serving.protocol.base import ERRORS
-from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
 from cpmcu.verification import is_lossy
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from cpmcu.checks import PromptTooLongError
-from cpmcu.serving.request_id import request_id
+from cpmcu.serving.http.request_id import request_id
 
 CLIENT_LEFT = 499  # nginx's status for a request whose client disconnected
 

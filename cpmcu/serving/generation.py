@@ -16,7 +16,7 @@ from cpmcu.grammar import GrammarError
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.request_id import request_id
+from cpmcu.serving.http.request_id import request_id
 
 if TYPE_CHECKING:
     from cpmcu.serving.metrics import Metrics

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from cpmcu.serving.request_id import request_id
+from cpmcu.serving.http.request_id import request_id
 
 
 class _WithRequestId(logging.Filter):

@@ -97,7 +97,7 @@ def _serve(
     """Builds the application and serves, with the model as soon as it is loaded."""
     if _has_failed(loading):
         return 1
-    from cpmcu.serving.http_server import make_server  # takes 0.6 s
+    from cpmcu.serving.http.server import make_server  # takes 0.6 s
     from cpmcu.serving.service import Service
 
     server = make_server(Service(engine_config, config))

@@ -14,7 +14,7 @@ from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.model import Model, model_root, served_names
-from cpmcu.serving.response_store import ResponseStore
+from cpmcu.serving.responses.store import ResponseStore
 from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:

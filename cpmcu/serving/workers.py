@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from cpmcu.serving.errors import client_left
-from cpmcu.serving.sse import disconnected
+from cpmcu.serving.http.sse import disconnected
 
 LONG_TEXT = 1 << 16  # characters; takes about 20 ms
 

@@ -159,7 +159,7 @@ def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
     """Starts a server as `python -m cpmcu.server` does. Returns (engine, port)."""
     from cpmcu.serving import runtime
     from cpmcu.serving.config import ServerConfig
-    from cpmcu.serving.http_server import make_server
+    from cpmcu.serving.http.server import make_server
     from cpmcu.serving.service import Service
 
     sys.setswitchinterval(runtime.SWITCH_SECONDS)

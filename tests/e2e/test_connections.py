@@ -14,7 +14,7 @@ import pytest
 from cpmcu.config import EngineConfig
 from cpmcu.serving import runtime
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.http_server import Server, make_server
+from cpmcu.serving.http.server import Server, make_server
 from cpmcu.serving.service import Service
 
 BODY = b'{"prompt": "x"}'

@@ -247,7 +247,7 @@ def test_paths_and_methods(limited):
 
 
 def test_structured_output_without_the_extra(monkeypatch):
-    from cpmcu.serving import grammar
+    from cpmcu.serving import request_grammar as grammar
     from cpmcu.serving.errors import ApiError
     from cpmcu.serving.protocol.chat import ChatRequest
 

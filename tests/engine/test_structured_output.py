@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from cpmcu import LLM, Grammar, SamplingParams  # noqa: E402
-from cpmcu.serving.grammar import after_thinking  # noqa: E402
+from cpmcu.serving.request_grammar import after_thinking  # noqa: E402
 from tests.engine.harness import SHIPPED  # noqa: E402
 from tests.reference.engines import extension_or_skip  # noqa: E402
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.chat.answers import AnswerParser
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:

@@ -7,10 +7,10 @@ from answer_pieces import parsed, pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.chat.answers import AnswerParser
+from cpmcu.serving.chat.tags import held_back
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
-from cpmcu.serving.tags import held_back
 from cpmcu.serving.tool_parsers.calls import Tools
 from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.serving.tool_parsers.hermes import HermesParser

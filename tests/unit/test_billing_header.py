@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cpmcu.serving.chat.conversation import checked
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.conversation import checked
 from cpmcu.serving.protocol.chat import ChatMessage
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=12;"

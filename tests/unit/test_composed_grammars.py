@@ -12,7 +12,7 @@ from tokenizers_for_tests import byte_fallback, byte_level, write_directory
 from cpmcu import Grammar
 from cpmcu.grammar import GrammarError
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.grammar import after_thinking, of_arguments, of_calls, or_calls
+from cpmcu.serving.request_grammar import after_thinking, of_arguments, of_calls, or_calls
 from cpmcu.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

@@ -37,7 +37,7 @@ from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
 from cpmcu.quant.registry import LinearOptions, QuantPlan, Repack, register_quant, registered_quants
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.chat.answers import AnswerParser
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.reasoning_parsers.registry import (

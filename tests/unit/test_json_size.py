@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmcu.serving.json_size import ValueCounter
+from cpmcu.serving.http.json_size import ValueCounter
 
 TEXTS = st.text(alphabet='a"\\,:[]{}\n你', max_size=8)
 VALUES = st.recursive(

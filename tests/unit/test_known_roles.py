@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cpmcu.chat_template import ChatTemplate
-from cpmcu.serving.conversation import render
+from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.protocol.chat import ChatMessage
 
 # As Qwen3.5's: other roles, and a later system message, are errors.

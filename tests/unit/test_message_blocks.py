@@ -9,8 +9,8 @@ from answer_pieces import pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmcu.serving.answers import AnswerParser
-from cpmcu.serving.message_blocks import BlockWriter, blocks_of
+from cpmcu.serving.chat.answers import AnswerParser
+from cpmcu.serving.messages.blocks import BlockWriter, blocks_of
 from cpmcu.serving.protocol.messages import ThinkingShown
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.tool_parsers.forced import ForcedCalls

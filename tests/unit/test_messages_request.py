@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from cpmcu.checks import PromptTooLongError
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.messages import BLOCK_TYPES, to_chat
+from cpmcu.serving.messages.conversation import BLOCK_TYPES, to_chat
 from cpmcu.serving.protocol import base
 from cpmcu.serving.protocol.chat import MAX_TOOLS, ChatRequest
 from cpmcu.serving.protocol.messages import (

@@ -6,9 +6,9 @@ import family_templates
 import pytest
 
 from cpmcu.chat_template import ChatTemplate
+from cpmcu.serving.chat.conversation import checked, render
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.conversation import checked, render
-from cpmcu.serving.messages import to_chat
+from cpmcu.serving.messages.conversation import to_chat
 from cpmcu.serving.protocol.messages import MessagesRequest
 from tests.reference import claude_code
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cpmcu.chat_template import ChatTemplate
-from cpmcu.serving.conversation import render
+from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.chat import ChatMessage, Tool
 

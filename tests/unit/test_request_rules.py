@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("pydantic")
 
 from cpmcu import SamplingParams
-from cpmcu.serving import messages, response_items
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.messages import conversation as messages
 from cpmcu.serving.protocol.chat import ChatMessage, ChatRequest
 from cpmcu.serving.protocol.messages import MessagesRequest
 from cpmcu.serving.protocol.responses import InputItem, ResponsesRequest
+from cpmcu.serving.responses import items as response_items
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -7,7 +7,7 @@ import pytest
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.chat import AllowedTools, NamedTool
 from cpmcu.serving.protocol.responses import ResponsesRequest
-from cpmcu.serving.response_items import seal, to_chat, unseal
+from cpmcu.serving.responses.items import seal, to_chat, unseal
 
 
 def translated(body):

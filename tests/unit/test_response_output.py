@@ -9,8 +9,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tokenizers_for_tests import byte_level, write_directory
 
-from cpmcu.serving.answers import Part
-from cpmcu.serving.response_output import ResponseOutput
+from cpmcu.serving.chat.answers import Part
+from cpmcu.serving.responses.output import ResponseOutput
 from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
 from cpmcu.text.token_text import TokensUpTo, TokenTexts, tokens_up_to
 from cpmcu.tokenizer import Tokenizer

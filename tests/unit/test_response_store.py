@@ -6,7 +6,7 @@ import pytest
 
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.responses import InputItem
-from cpmcu.serving.response_store import ResponseStore, Stored
+from cpmcu.serving.responses.store import ResponseStore, Stored
 
 
 class Run:

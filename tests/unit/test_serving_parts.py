@@ -20,13 +20,13 @@ from cpmcu.flags import from_flags
 from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving import routes, runtime
 from cpmcu.serving.app import create_app
+from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.http.request_log import RequestLog
 from cpmcu.serving.logprobs import Logprobs
 from cpmcu.serving.protocol import base, chat, completion, responses
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
-from cpmcu.serving.request_log import RequestLog
 from cpmcu.serving.service import Service
 from cpmcu.serving.tool_parsers.registry import find_tool_format
 from cpmcu.text.token_text import TokenTexts

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cpmcu.outputs import CompletionOutput, RequestOutput, Timings
-from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of
 from cpmcu.serving.metrics import Metrics
 from cpmcu.spec_metrics import AcceptanceCounter, SpecDecodeMetrics
 from cpmcu.ui.display import Display

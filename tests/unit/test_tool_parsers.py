@@ -9,7 +9,7 @@ from answer_pieces import parsed, pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.chat.answers import AnswerParser
 from cpmcu.serving.tool_parsers.calls import CallDelta
 from cpmcu.serving.tool_parsers.registry import find_tool_format
 from cpmcu.serving.tool_parsers.xml_values import to_json, types_of

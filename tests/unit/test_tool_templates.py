@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmcu.chat_template import ChatTemplate
-from cpmcu.serving.answers import AnswerParser
-from cpmcu.serving.conversation import render
+from cpmcu.serving.chat.answers import AnswerParser
+from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.protocol.chat import ChatMessage, Tool
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.tool_parsers.registry import find_tool_format

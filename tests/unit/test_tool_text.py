@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.chat.answers import AnswerParser
 from cpmcu.serving.tool_parsers.registry import find_tool_format
 
 TOOLS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import pytest
 from cpmcu.serving.protocol.base import ChatUsage, PromptLogprob
 from cpmcu.serving.protocol.chat import ChatResponse
 from cpmcu.serving.protocol.other import TokenizeResponse
-from cpmcu.serving.responses import written
+from cpmcu.serving.replies import written
 
 SCORE = PromptLogprob(logprob=-1.0, rank=None, decoded_token="a")
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from cpmcu.checks import shown
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
-from cpmcu.serving import grammar
+from cpmcu.serving import request_grammar as grammar
 from cpmcu.serving.errors import ApiError, refused
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cpmcu.checks import shown
-from cpmcu.serving import strict_json
 from cpmcu.serving.errors import ApiError, of_body, refused, unknown_part
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.protocol.base import (
     MAX_CHOICES,
     MAX_LOGPROBS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cpmcu.serving.tags import held_back
+from cpmcu.serving.chat.tags import held_back
 
 
 class ReasoningParser:

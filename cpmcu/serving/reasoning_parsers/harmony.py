@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
+from cpmcu.serving.chat.tags import held_back
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.reasoning_parsers.registry import register_reasoning_parser
-from cpmcu.serving.tags import held_back
 
 _MESSAGE, _CALL = "<|message|>", "<|call|>"
 _ENDS = ("<|end|>", "<|return|>", _CALL, "<|start|>", "<|channel|>")

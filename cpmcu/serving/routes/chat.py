@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving import sse
-from cpmcu.serving.answers import AnswerParser, Part, metrics_of
-from cpmcu.serving.chat_job import ChatJob, prepare
+from cpmcu.serving.chat.answers import AnswerParser, Part, metrics_of
+from cpmcu.serving.chat.job import ChatJob, prepare
 from cpmcu.serving.generation import PrefillProgress
+from cpmcu.serving.http import sse
 from cpmcu.serving.logprobs import entries, of_prompt
 from cpmcu.serving.protocol.base import ERRORS, ChatUsage, CompletionTokensDetails
 from cpmcu.serving.protocol.chat import (
@@ -25,7 +25,7 @@ from cpmcu.serving.protocol.chat import (
     TokenLogprob,
     ToolCallPart,
 )
-from cpmcu.serving.responses import Reply, answer, service_of, written
+from cpmcu.serving.replies import Reply, answer, service_of, written
 from cpmcu.text.token_text import TokensUpTo
 
 router = APIRouter(tags=["generation"])

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput
-from cpmcu.serving.chat_job import ChatJob, prepare
+from cpmcu.serving.chat.job import ChatJob, prepare
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import Generation
 from cpmcu.serving.protocol.base import ERRORS, ChatUsage
 from cpmcu.serving.protocol.chat import BatchChatRequest, ChatRequest, ChatResponse
-from cpmcu.serving.responses import Reply, answer, service_of, written
+from cpmcu.serving.replies import Reply, answer, service_of, written
 from cpmcu.serving.routes.chat import ChatReply
 from cpmcu.serving.service import Service
 

@@ -12,11 +12,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving import sse
-from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of
 from cpmcu.serving.fill import find_fill
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
-from cpmcu.serving.limits import check_text
+from cpmcu.serving.http import sse
+from cpmcu.serving.http.limits import check_text
 from cpmcu.serving.logprobs import Logprobs, Scored, of_prompt, scored
 from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.base import ERRORS
@@ -25,7 +25,7 @@ from cpmcu.serving.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from cpmcu.serving.responses import Reply, answer, service_of, written
+from cpmcu.serving.replies import Reply, answer, service_of, written
 from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["generation"])

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 import cpmcu
 from cpmcu.serving.protocol.other import Health, Load, Version
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.replies import service_of
 
 router = APIRouter(tags=["server"])
 PUBLIC = ("/health", "/ping")

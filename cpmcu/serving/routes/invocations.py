@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from cpmcu.serving import sse
 from cpmcu.serving.errors import ApiError, of_body
+from cpmcu.serving.http import sse
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.protocol.completion import CompletionRequest

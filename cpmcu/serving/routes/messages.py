@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, FinishReason
-from cpmcu.serving import sse
-from cpmcu.serving.answers import AnswerParser, metrics_of
-from cpmcu.serving.chat_job import ChatJob, num_prompt_tokens, prepare
+from cpmcu.serving.chat.answers import AnswerParser, metrics_of
+from cpmcu.serving.chat.job import ChatJob, num_prompt_tokens, prepare
 from cpmcu.serving.errors import server_stopping
 from cpmcu.serving.generation import PrefillProgress
-from cpmcu.serving.message_blocks import BlockWriter, blocks_of
-from cpmcu.serving.messages import to_chat
+from cpmcu.serving.http import sse
+from cpmcu.serving.messages.blocks import BlockWriter, blocks_of
+from cpmcu.serving.messages.conversation import to_chat
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.messages import (
     CountRequest,
@@ -28,7 +28,7 @@ from cpmcu.serving.protocol.messages import (
     MessagesUsage,
     OutputTokensDetails,
 )
-from cpmcu.serving.responses import answer, service_of, written
+from cpmcu.serving.replies import answer, service_of, written
 from cpmcu.serving.service import Service
 from cpmcu.text.token_text import tokens_up_to
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.replies import service_of
 
 router = APIRouter(tags=["server"])
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.codex import codex_model
 from cpmcu.serving.protocol.other import ModelInfo, ModelList
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.replies import service_of
 
 router = APIRouter(tags=["models"])
 

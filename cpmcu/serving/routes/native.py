@@ -14,13 +14,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk
-from cpmcu.serving import sse
-from cpmcu.serving.answers import metrics_of
-from cpmcu.serving.chat_job import num_prompt_tokens
-from cpmcu.serving.conversation import checked, render
+from cpmcu.serving.chat.answers import metrics_of
+from cpmcu.serving.chat.conversation import checked, render
+from cpmcu.serving.chat.job import num_prompt_tokens
 from cpmcu.serving.fill import find_fill
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
-from cpmcu.serving.limits import check_text
+from cpmcu.serving.http import sse
+from cpmcu.serving.http.limits import check_text
 from cpmcu.serving.logprobs import entries
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import ChatRequest
@@ -34,7 +34,7 @@ from cpmcu.serving.protocol.native import (
     TextPrompt,
 )
 from cpmcu.serving.protocol.response_object import InputTokens
-from cpmcu.serving.responses import answer, service_of
+from cpmcu.serving.replies import answer, service_of
 from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["llama.cpp"], responses=ERRORS)

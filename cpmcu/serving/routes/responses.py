@@ -10,9 +10,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from cpmcu.checks import shown
-from cpmcu.serving import sse
-from cpmcu.serving.chat_job import ChatJob, num_prompt_tokens, prepare
+from cpmcu.serving.chat.job import ChatJob, num_prompt_tokens, prepare
 from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.http import sse
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.response_object import (
     DeletedResponse,
@@ -21,10 +21,10 @@ from cpmcu.serving.protocol.response_object import (
     ResponseObject,
 )
 from cpmcu.serving.protocol.responses import InputItem, ResponsesRequest
-from cpmcu.serving.response_items import Placed, missing, to_chat
-from cpmcu.serving.response_run import ResponseRun
-from cpmcu.serving.response_store import Stored
-from cpmcu.serving.responses import answer, service_of
+from cpmcu.serving.replies import answer, service_of
+from cpmcu.serving.responses.items import Placed, missing, to_chat
+from cpmcu.serving.responses.run import ResponseRun
+from cpmcu.serving.responses.store import Stored
 from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["generation"])

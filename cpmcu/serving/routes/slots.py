@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 import cpmcu
 from cpmcu.serving.protocol.base import ERRORS
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.replies import service_of
 
 router = APIRouter(tags=["server"], responses={503: ERRORS[503]})
 

@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from cpmcu.serving import strict_json
-from cpmcu.serving.conversation import checked, render
+from cpmcu.serving.chat.conversation import checked, render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import encode
-from cpmcu.serving.limits import check_text
+from cpmcu.serving.http import strict_json
+from cpmcu.serving.http.limits import check_text
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.other import (
     DetokenizeRequest,
@@ -21,7 +21,7 @@ from cpmcu.serving.protocol.other import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from cpmcu.serving.responses import service_of, written
+from cpmcu.serving.replies import service_of, written
 from cpmcu.serving.service import Service
 from cpmcu.text.token_text import TokenTexts
 

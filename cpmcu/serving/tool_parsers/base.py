@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, TypeVar
 
-from cpmcu.serving import strict_json
-from cpmcu.serving.tags import held_back
+from cpmcu.serving.chat.tags import held_back
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.calls import CallDelta, Found, ToolCall, Tools, new_id
 
 T = TypeVar("T")

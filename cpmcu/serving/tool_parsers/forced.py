@@ -1,8 +1,8 @@
-"""Parses text that a grammar constrained to tool calls (cpmcu/serving/grammar.py)."""
+"""Parses text that a grammar constrained to tool calls (cpmcu/serving/request_grammar.py)."""
 
 from __future__ import annotations
 
-from cpmcu.serving import strict_json
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import Steps
 from cpmcu.serving.tool_parsers.calls import Tools
 from cpmcu.serving.tool_parsers.json_call import JsonCallParser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpmcu.serving import strict_json
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import Steps, ToolParser
 from cpmcu.serving.tool_parsers.calls import ToolCall
 

@@ -5,7 +5,7 @@ Several such objects have semicolons between them. <|python_tag|> may come first
 
 from __future__ import annotations
 
-from cpmcu.serving import strict_json
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import Steps
 from cpmcu.serving.tool_parsers.json_call import JsonCallParser
 from cpmcu.serving.tool_parsers.registry import register_tool_parser

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from cpmcu.serving import strict_json
-from cpmcu.serving.tags import held_back
+from cpmcu.serving.chat.tags import held_back
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import Steps, ToolParser
 from cpmcu.serving.tool_parsers.calls import ToolCall
 from cpmcu.serving.tool_parsers.registry import register_tool_parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpmcu.serving import strict_json
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import End, Steps, ToolParser, quoted
 from cpmcu.serving.tool_parsers.xml_values import to_json, types_of
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpmcu.engine.json_schema import resolved
-from cpmcu.serving import strict_json
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.calls import Tools
 
 _MAX_DEPTH = 8  # of alternatives within alternatives

@@ -12,15 +12,15 @@ from typing import Any
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving.answers import metrics_of
-from cpmcu.serving.chat_job import ChatJob
+from cpmcu.serving.chat.answers import metrics_of
+from cpmcu.serving.chat.job import ChatJob
 from cpmcu.serving.errors import ApiError, internal_error
 from cpmcu.serving.generation import PrefillProgress
+from cpmcu.serving.http.sse import encoded
 from cpmcu.serving.protocol.responses import SEALED_REASONING, ResponsesRequest
-from cpmcu.serving.response_items import functions_of
-from cpmcu.serving.response_output import Event, ResponseOutput
+from cpmcu.serving.responses.items import functions_of
+from cpmcu.serving.responses.output import Event, ResponseOutput
 from cpmcu.serving.service import Service
-from cpmcu.serving.sse import encoded
 from cpmcu.text.token_text import tokens_up_to
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 from cpmcu.chat_template import ChatTemplate, ChatTemplateError, joined
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.limits import check_text, check_values
+from cpmcu.serving.http.limits import check_text, check_values
 from cpmcu.serving.protocol.chat import ChatMessage, ContentPart, Tool
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
-from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
+from cpmcu.serving.http.sse import CHUNKS, Ending, EventStream, disconnected, to_json
 from cpmcu.serving.protocol.base import (
     ApiModel,
     GenerationRequest,
@@ -23,7 +24,6 @@ from cpmcu.serving.protocol.base import (
     UsageInfo,
 )
 from cpmcu.serving.service import Service
-from cpmcu.serving.sse import CHUNKS, Ending, EventStream, disconnected, to_json
 
 _MANY_TOKENS = 4096  # a longer response is serialised on another thread than the event loop's
 _PIECE = 1 << 13  # numbers or strings serialised in one call

@@ -12,8 +12,8 @@ from typing import Any
 
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import ThinkingLimit
-from cpmcu.serving import grammar
-from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving import request_grammar as grammar
+from cpmcu.serving.chat.answers import AnswerParser
 from cpmcu.serving.errors import refused
 from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.chat import ChatRequest, NamedTool

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmcu.serving import memory
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.json_size import ValueCounter
+from cpmcu.serving.http.json_size import ValueCounter
 
 _MAX_INNER_VALUES = 1 << 16  # values of JSON within a string of a body
 _SMALL = 1 << 16  # bytes; the values of a smaller body are not counted

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from cpmcu.serving import strict_json
-from cpmcu.serving.answers import Part
+from cpmcu.serving.chat.answers import Part
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.protocol.messages import (
     OutputBlock,
     TextBlock,

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import uvicorn
 
 from cpmcu.serving.app import create_app
-from cpmcu.serving.connection import with_deadlines
+from cpmcu.serving.http.connection import with_deadlines
 from cpmcu.serving.model import Model
 from cpmcu.serving.service import Service
 

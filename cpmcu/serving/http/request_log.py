@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmcu.serving.errors import internal_error, server_stopping
-from cpmcu.serving.request_id import request_id
+from cpmcu.serving.http.request_id import request_id
 
 logger = logging.getLogger(__name__)
 

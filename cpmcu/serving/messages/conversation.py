@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpmcu.checks import shown
-from cpmcu.serving import strict_json
-from cpmcu.serving.conversation import Origin
+from cpmcu.serving.chat.conversation import Origin
 from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.protocol.base import JsonSchema, ResponseFormat, SamplingRequest
 from cpmcu.serving.protocol.chat import (
     ChatMessage,

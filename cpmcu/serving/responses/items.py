@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cpmcu.serving.conversation import Origin
+from cpmcu.serving.chat.conversation import Origin
 from cpmcu.serving.errors import ApiError, refused, unknown_part
 from cpmcu.serving.protocol.base import SamplingRequest
 from cpmcu.serving.protocol.chat import (

@@ -10,9 +10,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from cpmcu.serving.answer_plan import plan_answer
-from cpmcu.serving.answers import AnswerParser
-from cpmcu.serving.conversation import IN_MESSAGES, Origin, checked, render
+from cpmcu.serving.chat.answer_plan import plan_answer
+from cpmcu.serving.chat.answers import AnswerParser
+from cpmcu.serving.chat.conversation import IN_MESSAGES, Origin, checked, render
 from cpmcu.serving.generation import Generation, encode, sampling_params
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.service import Service

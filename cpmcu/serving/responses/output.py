@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cpmcu.outputs import TokenLogprobs
-from cpmcu.serving import strict_json
-from cpmcu.serving.answers import Part
+from cpmcu.serving.chat.answers import Part
+from cpmcu.serving.http import strict_json
 from cpmcu.serving.logprobs import entries
-from cpmcu.serving.response_items import seal
+from cpmcu.serving.responses.items import seal
 from cpmcu.serving.tool_parsers.calls import CallDelta
 from cpmcu.text.token_text import TokenTexts
 

@@ -1,0 +1,1 @@
+"""A conversation becomes a prompt, and the model's text an answer."""

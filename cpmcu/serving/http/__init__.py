@@ -1,0 +1,1 @@
+"""What every interface shares of HTTP: middleware, reading bodies, server-sent events."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses: items, output, background runs, the store."""
