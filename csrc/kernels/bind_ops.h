@@ -171,6 +171,7 @@ using OpsRotary = OpsParams<RotaryKvParams>;
 using OpsAttention = OpsParams<AttentionParams>;
 
 void bind_delta_net_ops(pybind11::module_& ops);  // bind_delta_net_ops.cpp
+void bind_family_ops(pybind11::module_& ops);     // bind_family_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp

@@ -82,6 +82,29 @@ __device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const cha
 
 // ---- kernels
 
+// The end of a group of k: adds the scaled partial sums, and clears them. `g`: the lane's first
+// row.
+template <typename Unpacker, int kGroups>
+__device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
+                                           float (&part)[2][kGroups][4], const char* scales, int g,
+                                           int k_group, bool form) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const int step = Unpacker::scale_step(form);
+    const char* place = scales + Unpacker::scale_place(g, form) + 2 * t * step + 2 * k_group;
+    const float scale[2] = {Unpacker::load_scale(place, form),
+                            Unpacker::load_scale(place + step, form)};
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
+        part[t][group][i] = 0;
+      }
+    }
+  }
+}
+
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
           typename Unpacker>
@@ -180,23 +203,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
           if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
         }
         if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
-        // The end of a group of k.
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const char* place = from.extra + Unpacker::scale_place(g, all.scale_form) +
-                              2 * t * Unpacker::scale_step(all.scale_form) + 2 * k_group;
-          const float scale[2] = {
-              Unpacker::load_scale(place, all.scale_form),
-              Unpacker::load_scale(place + Unpacker::scale_step(all.scale_form), all.scale_form)};
-#pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
-              part[t][group][i] = 0;
-            }
-          }
-        }
+        add_scaled<Unpacker, kGroups>(sums, part, from.extra, g, k_group, all.scale_form);
       }
       if (loads < num_loads) {
         __syncwarp();  // all lanes have read the stage
