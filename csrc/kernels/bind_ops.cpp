@@ -305,7 +305,9 @@ void bind_layer_ops(py::module_& m) {
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
       "ctx"_a, "rotary"_a, "csrc/kernels/layer/rotary_kv.h");
+}
 
+void bind_gemm_ops(py::module_& m) {
   const auto bind_gemm = [&m](const char* name, void (*op)(const Context&, const GemmParams&)) {
     m.def(
         name,
@@ -457,6 +459,7 @@ void bind_ops(py::module_& m) {
   bind_memory(ops);
   bind_shared_params(ops);
   bind_layer_ops(ops);
+  bind_gemm_ops(ops);
   bind_family_ops(ops);
   bind_attention_ops(ops);
   bind_delta_net_ops(ops);
