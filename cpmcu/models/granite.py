@@ -17,7 +17,7 @@ from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 from cpmcu.models.rope import NO_ROTATION
 
-SCALES = (
+_SCALES = (
     "embedding_multiplier",
     "residual_multiplier",
     "logits_scaling",
@@ -33,10 +33,18 @@ _SHARED_MLP = {
 @register_model("GraniteForCausalLM")
 def build_granite(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
+    return _with_attention_multiplier(*read_scaled(config, options))
+
+
+def read_scaled(config: Mapping[str, Any], options: BuildOptions) -> tuple[SpecFields, float]:
+    """The fields with three of the scales, and the attention multiplier.
+
+    Raises ValueError for a config that the engine cannot run.
+    """
     reader = ConfigReader(config)
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
     reader.refuse("mlp_bias", "a bias in the MLP is not supported")
-    scales = {key: reader.positive_float(key, default=1.0) for key in SCALES}
+    scales = {key: reader.positive_float(key, default=1.0) for key in _SCALES}
     fields = read_spec(
         config,
         options,
@@ -44,7 +52,7 @@ def build_granite(config: Mapping[str, Any], options: BuildOptions) -> SpecField
         residual_scale=scales["residual_multiplier"],
         logit_scale=1 / scales["logits_scaling"],
     )
-    return _with_attention_multiplier(fields, scales["attention_multiplier"])
+    return fields, scales["attention_multiplier"]
 
 
 def granite4_names(name: str, fields: SpecFields) -> Sequence[Piece]:

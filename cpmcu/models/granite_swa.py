@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cpmcu.models.common import (
-    BuildOptions,
-    SpecFields,
-    read_spec,
-    with_attention,
-    with_windows,
-)
-from cpmcu.models.granite import SCALES
+from cpmcu.models.common import BuildOptions, SpecFields, with_attention, with_windows
+from cpmcu.models.granite import read_scaled
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 from cpmcu.models.rope import NO_ROTATION, rope_from_config, rope_parameters
@@ -29,20 +23,10 @@ FULL_INTERVAL = 4  # without layer_types, layers 0, 4, 8, ... have full attentio
 def build_granite_swa(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
     config = {**DEFAULTS, **config}
-    reader = ConfigReader(config)
-    reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
-    reader.refuse("mlp_bias", "a bias in the MLP is not supported")
-    scales = {key: reader.positive_float(key, default=1.0) for key in SCALES}
-    fields = read_spec(
-        config,
-        options,
-        embed_scale=scales["embedding_multiplier"],
-        residual_scale=scales["residual_multiplier"],
-        logit_scale=1 / scales["logits_scaling"],
-    )
+    fields, attention_multiplier = read_scaled(config, options)
     num_layers = fields.num_hidden_layers
-    attention = {"sinks": True, "softmax_scale": scales["attention_multiplier"]}
-    thetas = _layer_thetas(reader, num_layers)
+    attention = {"sinks": True, "softmax_scale": attention_multiplier}
+    thetas = _layer_thetas(ConfigReader(config), num_layers)
     fields = with_attention(fields, [attention | _rope(config, theta, fields) for theta in thetas])
     if config.get("layer_types") is None:
         kinds = ("sliding_attention", "full_attention")

@@ -13,7 +13,7 @@ constexpr int kSharedRows = 8;  // rows that share a float32 scale
 // Rows of a part that are stored as eight rows of a block; -1: padding.
 using Rows = std::array<int64_t, kSharedRows>;
 
-// Writes the codes of a row. Those of groups whose scale is 0 become 0.
+// Writes the codes of a row. If a group's scale is 0, its codes become 0.
 void write_codes(const FloatGroupPackParams& p, uint8_t* block, int row, int64_t own, int64_t k0,
                  const uint8_t* group_scales) {
   const PackedLayout& layout = p.w.layout;

@@ -1,8 +1,8 @@
 // Group scales of weight blocks (layout.h): bytes with five bits of exponent and three of mantissa.
 //
-// Checkpoints have two kinds. An e4m3 scale becomes such a byte exactly. Of a power of two (e8m0),
-// the byte holds the ratio to the largest in 8 rows x 128 k, whose power goes into the float32
-// scale of these rows.
+// Checkpoints have two kinds of group scales. An e4m3 scale becomes such a byte exactly. For a
+// power of two (e8m0), the byte holds the ratio to the largest in 8 rows x 128 k. The largest goes
+// into the float32 scale of these rows.
 #pragma once
 
 #include <bit>

@@ -116,7 +116,8 @@ struct LaneWeights {
   static __device__ __forceinline__ int row() {
     return threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4;
   }
-  // Of what the row's Tile is made from. A scale of a layout with zero points has two bytes.
+  // The offset of what the row's Tile is made from. A scale of a layout with zero points has two
+  // bytes.
   __device__ __forceinline__ uint32_t tile() const {
     if constexpr (Unpacker::kTileRowBytes > 1) {
       return Unpacker::kTileOffset + row() * Unpacker::kTileRowBytes;

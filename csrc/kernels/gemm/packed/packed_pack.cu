@@ -28,7 +28,7 @@ constexpr int kThreads = 256;
 // An int4 block: the codes of a warp tile, two k steps after another, then scales and zero points.
 constexpr int kPairBytes = 512, kWarpTileBytes = kPackedK / 32 * kPairBytes;
 constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes;
-// Of the zero points of blocks with `groups` scales for a row.
+// The offset of the zero points in blocks with `groups` scales for a row.
 __device__ __forceinline__ int zero_offset(int groups) {
   return kScaleOffset + 2 * kPackedRows * groups;
 }

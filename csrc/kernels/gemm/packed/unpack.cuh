@@ -242,8 +242,8 @@ struct E4m3 {
 
 // ---- floats with group scales
 
-// What the unpackers of floats with group scales share. `kGroup`: k of a group scale. Eight rows
-// share a float32 scale.
+// The shared part of unpackers of floats with group scales. `kGroup`: k of a group scale. Eight
+// rows share a float32 scale.
 template <int kCodeBits, int kGroup>
 struct GroupScales {
   static constexpr int kBits = kCodeBits;
