@@ -9,16 +9,16 @@ import pytest
 
 from cpmcu.convert.compare import Difference, compare
 from cpmcu.loading.checkpoint import open_checkpoint
-from cpmcu.models.common import BuildOptions
+from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.registry import find_model
 from tests.engine.test_families import CASES
 from tests.reference.engines import engine_logits, extension_or_skip, random_ids
-from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.tolerances import LOGITS, assert_close
 
 torch = pytest.importorskip("torch")
 from cpmcu.convert import quantize as quantize_module  # noqa: E402
-from cpmcu.convert.dense_layers import STAGES, DenseLayers  # noqa: E402
+from cpmcu.convert.dense_layers import STAGES, DenseLayers, check_dense  # noqa: E402
 from cpmcu.convert.quantize import quantize  # noqa: E402
 from cpmcu.convert.quantize_options import QuantizeOptions  # noqa: E402
 from cpmcu.convert.rounding import SUFFIXES, dequantize_state  # noqa: E402
@@ -27,17 +27,32 @@ from tests.reference.tiny_mixed import decode  # noqa: E402
 extension_or_skip()
 
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "minicpm": {}}
+# Families whose layers have more than attention and an MLP of Llama's form.
+OTHERS = ("ministral3", "olmo", "gpt_oss", "gemma4", "muse", "granite_swa")
+REFUSED = [name for name in CASES if name.startswith(OTHERS)]
 LENGTH = 70
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *CASES])
+def fields_of(tiny: TinyCheckpoint) -> SpecFields:
+    options = BuildOptions(has_lm_head="lm_head.weight" in tiny.weights)
+    return find_model(tiny.config).build(tiny.config, options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_gptq_of_other_layers_is_refused(tmp_path: Path, name: str) -> None:
+    family, config = CASES[name]
+    fields = fields_of(write_tiny(tmp_path, family, **config))
+    with pytest.raises(ValueError, match="method is 'gptq', but the model has layers of "):
+        check_dense(fields)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(name for name in CASES if name not in REFUSED)])
 def test_layers_compute_what_the_engine_does(tmp_path: Path, name: str) -> None:
     family, config = CASES.get(name, (name, {}))
     tiny = write_tiny(tmp_path, family, **config)
     ids = random_ids(tiny.config["vocab_size"], LENGTH)
-    model = find_model(tiny.config)
-    options = BuildOptions(has_lm_head="lm_head.weight" in tiny.weights)
-    fields = model.build(tiny.config, options)
+    model, fields = find_model(tiny.config), fields_of(tiny)
+    check_dense(fields)
     layers = DenseLayers(open_checkpoint(tmp_path), model.names, fields, torch.device("cpu"))
     batches = layers.embed([torch.tensor([ids, ids[::-1]])])
     seen: list[tuple[str, ...]] = []
