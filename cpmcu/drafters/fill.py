@@ -14,7 +14,7 @@ from cpmcu.drafters.registry import DraftFiles, DraftPlan, register_addition
 
 @register_addition
 class Fill:
-    """The drafter "fill", whose one part is the drafter that is filled."""
+    """The drafter "fill": the drafter that it fills is its only part."""
 
     def is_given(self, speculation: SpeculativeConfig) -> bool:
         return speculation.of(FillOptions).fill is not None

@@ -52,8 +52,8 @@ class JsonCallParser(ToolParser):
     def json_list(self, opening: str, stop: str | None) -> Steps[bool]:
         """Reads objects with commas between them, and a bracket after them.
 
-        `opening` is the text before the first object. It is content if that is no call. False: an
-        object was no call, and is content.
+        `opening` is the text before the first object. If that object is no call, the opening is
+        content. False: an object was no call. It is content.
         """
         while True:
             opening += yield from self.space()
