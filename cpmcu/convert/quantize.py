@@ -148,16 +148,16 @@ def _open(path: Path, options: QuantizeOptions) -> _Source:
     modules = {}
     for name, meta in metas.items():
         module = name.removesuffix(".weight")
+        if len(meta.shape) == 3 and (".experts." in name or _TAKEN.search(module)):
+            raise ValueError(
+                f"{name} has shape {list(meta.shape)}: experts are stored together, expected "
+                "one matrix for each expert"
+            )
         parts = tuple(piece.name for piece in family.names(name, fields))
         if module == name or not parts or not _TAKEN.search(module):
             continue
         if not parts[0].startswith("model.layers.") or meta.dtype not in FLOAT_DTYPES:
             continue
-        if len(meta.shape) != 2:
-            raise ValueError(
-                f"{name} has shape {list(meta.shape)}: experts are stored together, expected "
-                "one matrix for each expert"
-            )
         modules[module] = parts
     if not modules:
         raise ValueError("no linear layer was found, expected tensors such as q_proj.weight")

@@ -225,6 +225,12 @@ def test_gptq_of_experts(tmp_path: Path) -> None:
     assert "layers of moe" in message and "method 'rtn'" in message
 
 
+def test_experts_that_are_one_tensor(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "in", "gptoss")
+    message = refused(tmp_path / "in", group_size=32)
+    assert "mlp.experts." in message and "experts are stored together" in message
+
+
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "first", "llama")
     weights = dict(tiny.weights)
