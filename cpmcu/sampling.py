@@ -202,7 +202,7 @@ class SamplingParams:
             number(name, value)
         elif name == "stop":
             texts = [value] if isinstance(value, str) else listed(name, value or (), _TEXTS)
-            kept = tuple(text for text in texts if text != "")  # clients send it for none
+            kept = tuple(text for text in texts if text != "")  # clients send "" for no stop text
             change(value if isinstance(value, str) and value else kept)
         elif name == "bad_words":
             change(tuple(listed(name, () if value is None else value, "a list of texts")))

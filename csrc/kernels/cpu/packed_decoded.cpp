@@ -62,7 +62,7 @@ float scale_of_group(const PackedLayout& layout, const uint8_t* block, int at) {
   return layout.scale_dtype == DType::kF16 ? to_float(fp16{bits}) : to_float(bf16{bits});
 }
 
-// Integers with a scale for each group: products are exact in float32.
+// A 4-bit integer times the scale of its group is exact in float32.
 float decode_int4(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
   const auto* words = reinterpret_cast<const uint32_t*>(block);
   const uint8_t* zeros = block + layout.code_bytes() + 2 * kPackedRows * layout.groups();
