@@ -16,7 +16,7 @@ from tests.engine.prefix import PAGE, Job, running
 from tests.reference.engines import engine_logits, extension_or_skip, random_ids
 from tests.reference.hf_model import hf_logits
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_tiny
-from tests.tolerances import LOGITS, LOGITS_CUDA, LOGITS_HYBRID, assert_close
+from tests.tolerances import LOGITS, LOGITS_HYBRID, assert_as_close, assert_close
 
 extension_or_skip()
 
@@ -192,10 +192,14 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_cuda(name: str, tmp_path: Path) -> None:
+    """Against float32, CUDA's errors in float16 are those of the CPU.
+
+    In float16 no router of these models has a tie within the error. In bfloat16 one has.
+    """
     family, config = CASES[name]
-    tiny = write_tiny(
-        tmp_path, family, dtype="bfloat16", **{"head_dim": 64, "global_head_dim": 128, **config}
-    )
+    config = {"head_dim": 64, **config}
+    tiny = write_tiny(tmp_path, family, dtype="float16", **config)
+    write_tiny(tmp_path / "float32", family, weights=tiny.weights, **config)
     ids = random_ids(tiny.config["vocab_size"], LENGTH)
-    on_cpu = engine_logits(tmp_path, ids)
-    assert_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, LOGITS_CUDA["bfloat16"])
+    exact, on_cpu = engine_logits(tmp_path / "float32", ids), engine_logits(tmp_path, ids)
+    assert_as_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, exact)

@@ -100,7 +100,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "gemma4": {
-        "global_head_dim": 32,
+        "global_head_dim": 128,  # CUDA has it, too
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "sliding_window": 33,
