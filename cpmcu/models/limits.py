@@ -13,4 +13,4 @@ MODEL_LIMITS = {
     "num_hidden_layers": (1, 1024, 1),
     "vocab_size": (1, 16777216, 1),
 }
-CUDA_HEAD_DIMS = (64, 128, 256)
+CUDA_HEAD_DIMS = (64, 128, 256, 512)

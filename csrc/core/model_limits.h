@@ -23,6 +23,6 @@ inline constexpr FieldLimit kModelLimits[] = {
     {"head_dim", &ModelSpec::head_dim, 8, 512, 8},
     {"max_position_embeddings", &ModelSpec::max_position_embeddings, 1, 1 << 26},
 };
-inline constexpr int kCudaHeadDims[] = {64, 128, 256};
+inline constexpr int kCudaHeadDims[] = {64, 128, 256, 512};
 
 }  // namespace cpmcu

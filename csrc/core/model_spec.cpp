@@ -39,7 +39,7 @@ void ModelSpec::check_validity(bool cuda) const {
   if (cuda) {
     CHECK(dtype != DType::kF32, "float32 models run on the CPU only; choose bfloat16 or float16");
     CHECK(std::ranges::find(kCudaHeadDims, head_dim) != std::end(kCudaHeadDims),
-          "head_dim is {}, expected 64, 128 or 256 on CUDA", head_dim);
+          "head_dim is {}, expected 64, 128, 256 or 512 on CUDA", head_dim);
     const int group = num_attention_heads / num_key_value_heads;
     CHECK(group <= 64, "{} query heads share a key head, expected at most 64 on CUDA", group);
   }

@@ -141,7 +141,7 @@ class AttentionBlock : public Block {
     out_->plan(plan, limits);
     CHECK(!limits.is_cuda() ||
               std::ranges::find(kCudaHeadDims, shape_.head_dim) != std::end(kCudaHeadDims),
-          "{}self_attn has a head_dim of {}, expected 64, 128 or 256 on CUDA; use device cpu",
+          "{}self_attn has a head_dim of {}, expected 64, 128, 256 or 512 on CUDA; use device cpu",
           prefix_, shape_.head_dim);
     CHECK(
         !limits.is_cuda() || !shape_.sinks ||
@@ -340,7 +340,7 @@ class AttentionBlock : public Block {
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
     } else if (queue == nullptr || shape_.output_gate || gate_ != nullptr || shape_.sinks ||
-               !params.selection.empty()) {
+               shape_.head_dim == 512 || !params.selection.empty()) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);

@@ -49,6 +49,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4",
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "gemma4 with heads of 512": (
+        "gemma4",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 512,
+        },
+    ),
     "gemma4 with v_proj": (
         "gemma4",
         {

@@ -29,8 +29,8 @@ from tests.kernels.util import (
 )
 
 HEADS = sizes(
-    (1, 1, 64), (4, 2, 128), (6, 2, 64), (8, 2, 128), (7, 1, 128), (14, 2, 64), (16, 2, 128),
-    (32, 2, 128), (2, 2, 256), (8, 1, 256),
+    (1, 1, 64), (4, 2, 128), (3, 1, 512), (6, 2, 64), (8, 2, 128), (7, 1, 128), (14, 2, 64),
+    (16, 2, 128), (32, 2, 128), (2, 2, 256), (8, 1, 256), (32, 4, 512),
 )  # fmt: skip
 EDGES = [0, 1, 63, 64, 65, 127, 128, 129]
 DECODE, PREFILL = "attention_decode", "attention_prefill"
@@ -47,7 +47,7 @@ def test_heads(device: str, dtype: str, name: str, heads: tuple[int, int, int]) 
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (4, 1, 256)])
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (4, 1, 256), (2, 1, 512)])
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_gates_between_query_heads(
     device: str, dtype: str, name: str, heads: tuple[int, int, int]
@@ -99,7 +99,7 @@ def test_long(device: str, dtype: str, name: str, lengths: list[int]) -> None:
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("size", sizes(1, 2, 12, 33, 60, 64))
-@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64)])
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (3, 1, 512)])
 def test_trees(device: str, dtype: str, size: int, heads: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(size)
     counts = [size, 1, max(1, size // 2)]
@@ -136,7 +136,7 @@ WINDOWS = sizes(1, 7, 64, 100, 1000)
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", sizes((4, 2, 64), (7, 1, 128), (2, 1, 256), small=1))
+@pytest.mark.parametrize("heads", sizes((4, 2, 64), (7, 1, 128), (2, 1, 256), (2, 1, 512), small=1))
 @pytest.mark.parametrize(
     ("name", "counts"), [(DECODE, [1, 13, 64, 2, 1]), (PREFILL, [1, 200, 64, 129, 40])]
 )
@@ -206,7 +206,7 @@ def test_decode_tokens_do_not_depend_on_the_batch(
 
 
 @on_devices_and_cuda_dtypes
-@pytest.mark.parametrize("heads", sizes((4, 1, 64), (3, 1, 128), (2, 1, 256)))
+@pytest.mark.parametrize("heads", sizes((4, 1, 64), (3, 1, 128), (2, 1, 512), (2, 1, 256)))
 @pytest.mark.parametrize("count", sizes(1, 9, small=1))
 def test_decode_does_not_depend_on_split_ranges(
     device: str, dtype: str, count: int, heads: tuple[int, int, int]
@@ -274,7 +274,7 @@ def test_decode_does_not_depend_on_max_kv(device: str, dtype: str) -> None:
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128)])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (2, 1, 512)])
 @pytest.mark.parametrize("length", [0, 700])
 def test_prefill_tokens_do_not_depend_on_the_chunk(
     device: str, dtype: str, heads: tuple[int, int, int], length: int
@@ -325,7 +325,7 @@ def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarra
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64)])
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (2, 1, 512)])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("name", "window"), [(DECODE, 0), (DECODE, 40), (PREFILL, 0)])
 def test_levels_equal_one_launch(
@@ -390,7 +390,9 @@ def trees(counts: list[int]) -> list[np.ndarray]:
     return [deep_tree(n) if i % 2 else random_tree(rng, n) for i, n in enumerate(counts)]
 
 
-GROUPS = sizes((4, 1, 64), (4, 4, 128), (16, 1, 128), (4, 1, 256), (36, 1, 64), (32, 2, 128))
+GROUPS = sizes(
+    (4, 1, 64), (4, 4, 128), (8, 1, 512), (16, 1, 128), (4, 1, 256), (36, 1, 64), (32, 2, 128)
+)
 
 
 @on_devices_and_dtypes
@@ -412,7 +414,8 @@ def test_tree_nodes_equal_plain_decoding(
     ("lengths", "heads", "size"),
     sizes(
         ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
-        ([5000, 4090], (2, 2, 256), 64), ([8192, 12280], (4, 1, 64), 33),
+        ([5000, 4090], (2, 2, 256), 64), ([5000, 8170], (8, 1, 512), 60),
+        ([8192, 12280], (4, 1, 64), 33),
         ([28660], (2, 1, 128), 60), ([61430], (1, 1, 64), 12), ([32750], (2, 1, 128), 60),
         ([33790, 700], (32, 2, 128), 32), ([8170], (32, 2, 128), 64), small=1,
     ),
@@ -430,13 +433,14 @@ def test_tree_nodes_equal_plain_decoding_of_long_contexts(
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 512)])
 def test_tree_nodes_with_a_window_equal_plain_decoding(
-    device: str, dtype: str, window: int
+    device: str, dtype: str, heads: tuple[int, int, int], window: int
 ) -> None:
     counts = [33, 60, 12]
     step = Step(lengths=[127, 300, 1200], counts=counts, masks=trees(counts))
     rows = range(0, step.num_rows, 3)
-    check_by_position(device, Case(step, 4, 2, 64, dtype, window=window), rows)
+    check_by_position(device, Case(step, *heads, dtype, window=window), rows)
 
 
 @on_devices_and_cuda_dtypes

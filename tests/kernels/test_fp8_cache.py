@@ -40,7 +40,9 @@ from tests.kernels.util import (
 from tests.reference import fp8
 from tests.reference import ops as reference
 
-HEADS = sizes((4, 2, 128), (7, 1, 64), (8, 1, 256), (1, 1, 64), (14, 2, 64), (32, 2, 128))
+HEADS = sizes(
+    (4, 2, 128), (7, 1, 64), (8, 1, 512), (8, 1, 256), (1, 1, 64), (14, 2, 64), (32, 2, 128)
+)
 NAMES = [DECODE, PREFILL]
 
 
@@ -240,7 +242,9 @@ def test_small_and_large_values(device: str, dtype: str, name: str, size: float)
 
 
 @on_devices_and_cuda_dtypes
-@pytest.mark.parametrize("heads", sizes((4, 1, 64), (16, 1, 128), (4, 1, 256), (32, 2, 128)))
+@pytest.mark.parametrize(
+    "heads", sizes((4, 1, 64), (16, 1, 128), (8, 1, 512), (4, 1, 256), (32, 2, 128))
+)
 @pytest.mark.parametrize("size", sizes(12, 2, 33, 64))
 @pytest.mark.parametrize("window", [0, 40])
 def test_tree_nodes_equal_plain_decoding(
@@ -258,7 +262,7 @@ def test_tree_nodes_equal_plain_decoding(
     ("lengths", "heads", "size"),
     sizes(
         ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
-        ([5000, 4090], (2, 2, 256), 64), ([28660], (2, 1, 128), 60),
+        ([5000, 4090], (2, 2, 256), 64), ([5000], (8, 1, 512), 64), ([28660], (2, 1, 128), 60),
         ([33790, 700], (32, 2, 128), 32),
         ([4060, 2020, 1000, 510], (4, 2, 128), 64), ([17100], (4, 2, 64), 16), small=1,
     ),
@@ -266,7 +270,7 @@ def test_tree_nodes_equal_plain_decoding(
 def test_tree_nodes_of_long_contexts_equal_plain_decoding(
     device: str, dtype: str, lengths: list[int], heads: tuple[int, int, int], size: int
 ) -> None:
-    if max(lengths) > 5000 or len(lengths) > 3 or heads[2] == 256:
+    if max(lengths) > 5000 or len(lengths) > 3 or heads[2] >= 256:
         for_cuda_only(device, ANY_LENGTH)
     counts = [size] * len(lengths)
     step = Step(lengths=lengths, counts=counts, masks=trees(counts), extra_kv=2500)

@@ -21,7 +21,9 @@ from tests.kernels.util import (
 from tests.reference import ops as reference
 from tests.tolerances import KERNELS, assert_close
 
-HEADS = sizes((1, 1, 64), (4, 2, 128), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3, 1, 80))
+HEADS = sizes(
+    (1, 1, 64), (4, 2, 128), (3, 1, 512), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3, 1, 80)
+)
 
 
 def check_step(
@@ -127,7 +129,13 @@ def spread_out(qkv: np.ndarray, gates: np.ndarray) -> np.ndarray:
 @on_devices_and_dtypes
 @pytest.mark.parametrize(
     ("heads", "rotary_dim"),
-    [((4, 2, 128), 32), ((2, 1, 256), 64), ((3, 1, 64), 16), ((2, 2, 128), 112)],
+    [
+        ((4, 2, 128), 32),
+        ((2, 1, 256), 64),
+        ((2, 1, 512), 128),
+        ((3, 1, 64), 16),
+        ((2, 2, 128), 112),
+    ],
 )
 @pytest.mark.parametrize("spread", [False, True])
 def test_rotary_dim_below_head_dim(

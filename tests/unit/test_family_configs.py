@@ -333,8 +333,12 @@ def test_gemma4_31b() -> None:
     assert [len(pieces) for pieces in keys] == [1, 2]
     assert keys[1][1].name == "model.layers.5.self_attn.v_proj.weight"
     assert names("model.vision_tower.norm.weight", fields) == ()
-    with pytest.raises(ValueError, match="global_head_dim is 512, expected one of 64, 128, 256"):
-        build(GEMMA4_31B, device="cuda")
+    build(GEMMA4_31B, device="cuda")
+    with pytest.raises(ValueError, match="global_head_dim is 384, expected one of 64, 128, 256, 5"):
+        build(
+            {**GEMMA4_31B, "text_config": {**GEMMA4_31B["text_config"], "global_head_dim": 384}},
+            device="cuda",
+        )
 
 
 def test_muse_glimmer() -> None:

@@ -183,7 +183,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params, int max_s
   // If tokens are few, a CTA loads all splits at once.
   using Few = CombineConfig<T, kDim, 4, 128, kSinks>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
-    combine(CombineConfig<T, kDim, 1, 128, kSinks>{});
+    combine(CombineConfig<T, kDim, kDim / 512 + 1, 128, kSinks>{});
   } else if (before_fused_layer) {
     combine(CombineConfig<T, kDim, 2, 320, kSinks>{});
   } else if (max_splits <= Few::kGroups * kSplitsTogether) {
@@ -215,7 +215,7 @@ void combine_splits(const Context& ctx, const AttentionParams& params, bool befo
                             });
       return;
     }
-    dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
+    dispatch_int<64, 128, 256, 512>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
       launch_combine<T, dim.value, RowSplits>(ctx, params, max_splits, before_fused_layer);
     });
   });

@@ -7,6 +7,7 @@
 // Schedule: the kernels have the same arithmetic (decode.cuh) and the same bits.
 //   few_rows.cuh   up to 16 packed rows: the warps of a CTA share the entries
 //   many_rows.cuh  more rows, and all verified trees: the warps of a CTA share the rows
+// Heads of 512 have a kernel of their own, attention_decode_wide.cu.
 // Then attention_combine.cu combines the splits.
 //
 // Surprising: the grid does not have one CTA for each split. It has about as many CTAs as run at a
@@ -21,9 +22,10 @@ namespace cpmcu::cuda {
 
 void attention_splits_fp8(const Context& ctx, const AttentionParams& params);
 void attention_splits_sinks(const Context& ctx, const AttentionParams& params);
+void attention_splits_wide(const Context& ctx, const AttentionParams& params);
 
 int merges_from(const Context& ctx, const AttentionParams& params) {
-  if (!params.by_position) return kNeverMerge;
+  if (!params.by_position || params.head_dim == 512) return kNeverMerge;
   int from = kNeverMerge;
   dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
     using Many = ManyRowsConfig<__half, dim.value>;
@@ -51,6 +53,7 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
             (params.scratch.dtype() == DType::kF32 && params.scratch.num_elements() >= needed),
         "attention_decode: scratch is {} {}, expected {} elements of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
+  if (params.head_dim == 512) return attention_splits_wide(ctx, params);
   if (!params.k_scales.empty()) return attention_splits_fp8(ctx, params);
   if (!params.sinks.empty()) return attention_splits_sinks(ctx, params);
   dispatch_half(params.qkv.dtype(), [&](auto element) {

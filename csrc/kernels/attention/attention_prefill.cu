@@ -249,6 +249,7 @@ void launch_prefill(const Context& ctx, const AttentionParams& params) {
 
 }  // namespace
 
+void attention_prefill_wide(const Context& ctx, const AttentionParams& params);
 #ifdef CPMCU_SM90
 void attention_prefill_sm90(const Context& ctx, const AttentionParams& params);
 #endif
@@ -267,6 +268,7 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
     if (dense.selection.dense_len > 0) cuda::attention_prefill(ctx, dense);
     return sparse_prefill(ctx, params);
   }
+  if (params.head_dim == 512) return attention_prefill_wide(ctx, params);
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
       params.tokens.ancestor_masks == nullptr && params.k_scales.empty() && params.sinks.empty()) {

@@ -203,6 +203,15 @@ __device__ __forceinline__ void scale_columns_by(float (&x)[kTiles][4], ScaleOf 
     for (int i = 0; i < 4; ++i) x[n][i] = __fmul_rn(x[n][i], by[i % 2]);
   }
 }
+// The same for 32 columns; `of_lane` is the scale of column `lane`.
+template <typename T>
+__device__ __forceinline__ void scale_columns_by_lane(float (&x)[4][4], float of_lane) {
+  scale_columns_by<T>(x, [&](int n) {
+    const int first = n * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+    return make_float2(__shfl_sync(0xffffffffu, of_lane, first),
+                       __shfl_sync(0xffffffffu, of_lane, first + 1));
+  });
+}
 template <typename T, int kTiles, int kRows, int kDim>
 __device__ __forceinline__ void scale_columns(float (&x)[kTiles][4],
                                               const Fp8Tile<T, kRows, kDim>& tile, int entry) {

@@ -221,11 +221,7 @@ struct AncestorEntries {
   }
   // Multiplies columns by the scales of their entries; `of_lane` is the scale of entry `lane`.
   __device__ __forceinline__ void scale(float (&x)[kKvTileN8][4], float of_lane) const {
-    scale_columns_by<typename Config::Element>(x, [&](int n) {
-      const int first = n * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
-      return make_float2(__shfl_sync(0xffffffffu, of_lane, first),
-                         __shfl_sync(0xffffffffu, of_lane, first + 1));
-    });
+    scale_columns_by_lane<typename Config::Element>(x, of_lane);
   }
 };
 

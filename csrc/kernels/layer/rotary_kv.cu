@@ -256,7 +256,7 @@ void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
   check_rotary_kv(p);
   const int num_rows = p.tokens.num_tokens;
   if (num_rows == 0) return;
-  dispatch_int<64, 128, 256>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {
+  dispatch_int<64, 128, 256, 512>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     constexpr int kGroups = kThreads / (kDim / 16);
     // Few tokens: one group for each head. Many tokens: the fewest CTAs a token that still fill the
