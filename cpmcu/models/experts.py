@@ -122,4 +122,5 @@ def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:
 def _params_of(layer: int, fields: SpecFields) -> Mapping[str, Any] | None:
     if layer >= len(fields.layers):
         return None
-    return next((params for kind, params in fields.layers[layer] if kind == "moe"), None)
+    kinds = ("moe", "mlp_and_experts")
+    return next((params for kind, params in fields.layers[layer] if kind in kinds), None)

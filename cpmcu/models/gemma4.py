@@ -1,10 +1,11 @@
-"""Gemma 4, dense: norms before and after each block, windows in five of six layers.
+"""Gemma 4: norms before and after each block, windows in five of six layers.
 
 Layers with full attention have other heads (`global_head_dim`, `num_global_key_value_heads`), and
 with `attention_k_eq_v` no v_proj: values are the keys before their norm and RoPE. Values have a
 norm without weights. The softmax scale is 1. `layer_scalar` multiplies the residual stream after
-each layer. Files with towers for images and sound have the keys of the language model in
-`text_config`; the engine runs the language model.
+each layer. With `enable_moe_block`, experts run beside the MLP
+(csrc/layers/mlp_and_experts.cpp). Files with towers for images and sound have the keys of the
+language model in `text_config`; the engine runs the language model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cpmcu.models.common import BuildOptions, SpecFields, layer_kinds, read_spec
+from cpmcu.models.experts import expert_names, read_experts
 from cpmcu.models.limits import CUDA_HEAD_DIMS, MODEL_LIMITS
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader, language_config
@@ -48,6 +50,20 @@ _NAMES = {
     ".post_feedforward_layernorm.": ".mlp_output_norm.",
     ".layer_scalar": ".mlp_output_scale",
 }
+# The same in a layer with experts beside the MLP.
+_EXPERT_NAMES = {
+    ".post_attention_layernorm.": ".attention_output_norm.",
+    ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
+    ".pre_feedforward_layernorm_2.": ".mlp.experts_norm.",
+    ".post_feedforward_layernorm_1.": ".mlp_output_norm_1.",
+    ".post_feedforward_layernorm_2.": ".mlp_output_norm_2.",
+    ".post_feedforward_layernorm.": ".mlp_and_experts_output_norm.",
+    ".layer_scalar": ".mlp_and_experts_output_scale",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.router_norm.weight",
+    ".router.per_expert_scale": ".mlp.expert_scale",
+    ".experts.": ".mlp.experts.",
+}
 _NOT_OF_THE_TEXT = re.compile(r"^(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
 _K_PROJ = re.compile(r"^model\.layers\.(?P<layer>\d+)\.self_attn\.k_proj\.")
 
@@ -57,9 +73,10 @@ def gemma4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     if _NOT_OF_THE_TEXT.match(name):
         return ()
     name = name.replace("model.language_model.", "model.", 1)
-    for own, engine in _NAMES.items():
+    has_experts = any(kind == "mlp_and_experts" for kind, _ in fields.layers[0])
+    for own, engine in (_EXPERT_NAMES if has_experts else _NAMES).items():
         if own in name:
-            return (Piece(name.replace(own, engine)),)
+            return expert_names(name.replace(own, engine), fields)
     keys = _K_PROJ.match(name)
     if keys and int(keys["layer"]) in fields.layers_without_v:
         return (Piece(name), Piece(name.replace(".k_proj.", ".v_proj.")))
@@ -83,11 +100,11 @@ def build_gemma4(config: Mapping[str, Any], options: BuildOptions) -> SpecFields
     sliding = attention | {"window": window}
     if window >= (options.max_model_len or fields.max_position_embeddings):
         sliding = attention
-    mlp = {"activation": "gelu_tanh", "output_norm": True, "output_scale": True}
+    mlp = _mlp(reader)
     layers = []
     for layer, kind in enumerate(kinds):
         params = sliding if kind == KINDS[0] else attention | _full(reader, layer, of_kind, options)
-        layers.append((("attention", params), ("mlp", mlp)))
+        layers.append((("attention", params), mlp))
     full = [layer for layer, kind in enumerate(kinds) if kind == KINDS[1]]
     cap = reader.config.get("final_logit_softcapping")
     return replace(
@@ -98,9 +115,25 @@ def build_gemma4(config: Mapping[str, Any], options: BuildOptions) -> SpecFields
     )
 
 
+def _mlp(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
+    """The block after attention: its kind and parameters."""
+    params: dict[str, Any] = {"activation": "gelu_tanh", "output_norm": True, "output_scale": True}
+    if not reader.flag("enable_moe_block"):
+        return "mlp", params
+    top_k = reader.positive_int("top_k_experts")
+    config = {**reader.config, "num_experts_per_tok": top_k, "norm_topk_prob": True}
+    experts = read_experts(ConfigReader(config, reader.where))
+    own = {
+        "input_norm": False,
+        "router_norm": True,
+        "expert_scale": True,
+        "mlp_intermediate_size": reader.positive_int("intermediate_size"),
+    }
+    return "mlp_and_experts", params | experts | own
+
+
 def _refuse(reader: ConfigReader) -> None:
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
-    reader.refuse("enable_moe_block", "experts beside an MLP are not supported")
     reader.refuse("use_double_wide_mlp", "layers of two widths are not supported")
     if reader.config.get("use_bidirectional_attention") == "all":
         raise reader.fail("use_bidirectional_attention", "null or 'vision': attention is causal")

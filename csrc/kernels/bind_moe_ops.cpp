@@ -5,6 +5,7 @@
 #include "kernels/moe/expert_gemm.h"
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_router.h"
+#include "kernels/moe/route_scores.h"
 #include "kernels/moe/sorted_gemm.h"
 
 namespace py = pybind11;
@@ -87,6 +88,32 @@ void bind_sorted_gemms(py::module_& m) {
       "k"_a, "codes"_a = "int4", "zero_points"_a = false, "scale_dtype"_a = "float16",
       "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false,
       "csrc/kernels/moe/sorted_gemm.h. blocks: [experts, bytes]");
+}
+
+void bind_route_scores(py::module_& m) {
+  m.def(
+      "score_experts",
+      [](const OpsContext& c, SharedArray scores, SharedArray logits, SharedArray bias) {
+        score_experts(
+            c.ctx,
+            {.scores = tensor_of(scores), .logits = tensor_of(logits), .bias = tensor_of(bias)});
+      },
+      "ctx"_a, "scores"_a, "logits"_a, "bias"_a = SharedArray(), "csrc/kernels/moe/route_scores.h");
+  m.def(
+      "weigh_experts",
+      [](const OpsContext& c, const OpsRouting& routing, int64_t num_tokens, SharedArray scores,
+         bool renormalise, float epsilon, float factor, SharedArray scale) {
+        weigh_experts(c.ctx, {.routing = routing.routing,
+                              .num_tokens = num_tokens,
+                              .scores = tensor_of(scores),
+                              .renormalise = renormalise,
+                              .epsilon = epsilon,
+                              .factor = factor,
+                              .scale = tensor_of(scale)});
+      },
+      "ctx"_a, "routing"_a, py::kw_only(), "num_tokens"_a, "scores"_a = SharedArray(),
+      "renormalise"_a = false, "epsilon"_a = 0.f, "factor"_a = 1.f, "scale"_a = SharedArray(),
+      "csrc/kernels/moe/route_scores.h");
 }
 
 }  // namespace
@@ -177,6 +204,7 @@ void bind_moe_ops(py::module_& m) {
       "k"_a, "codes"_a = "int4", "zero_points"_a = false, "scale_dtype"_a = "float16",
       "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false, "routing_is_complete"_a = false,
       "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+  bind_route_scores(m);
   bind_sorted_gemms(m);
   m.def(
       "moe_combine",

@@ -3,8 +3,8 @@
 //   y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x)) + sigmoid(g x) *
 //   shared(x)
 //
-// The shared expert is optional. The router and g are one GEMM in float32. Other activations and
-// biases (`activation`, `expert_bias`, `router_bias`) are launches of their own.
+// The shared expert is optional. The router and g are one GEMM in float32. Other routers
+// (router.h), activations and biases are launches of their own.
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
@@ -13,6 +13,7 @@
 #include "kernels/moe/moe_router.h"
 #include "layers/block.h"
 #include "layers/gating.h"
+#include "layers/router.h"
 #include "linear/experts.h"
 #include "linear/gemm_queue.h"
 
@@ -26,7 +27,6 @@ struct MoeShape {
   int num_experts, top_k, width, shared_width;
   bool renormalise;
   bool expert_bias;  // of gate, up and down
-  bool router_bias;
   // The rows of gate and up alternate in one matrix, gate_up_proj; so do the entries of its bias.
   bool alternating_gate_up;
   Gating activation;
@@ -38,20 +38,20 @@ struct MoeShape {
         shared_width(params.integer("shared_intermediate_size", 0)),
         renormalise(params.flag("norm_topk_prob", true)),
         expert_bias(params.flag("expert_bias", false)),
-        router_bias(params.flag("router_bias", false)),
         alternating_gate_up(params.flag("alternating_gate_up", false)),
         activation(gating_of(params)) {
     params.check_known("a moe block",
                        {"num_experts", "top_k", "intermediate_size", "shared_intermediate_size",
                         "norm_topk_prob", "expert_bias", "router_bias", "alternating_gate_up",
-                        "activation", "swiglu_alpha", "swiglu_limit"});
+                        "activation", "swiglu_alpha", "swiglu_limit", "router_norm", "scoring",
+                        "correction_bias", "norm_epsilon", "routing_factor", "expert_scale"});
     check_routing({.num_experts = num_experts, .top_k = top_k});
     CHECK(width >= 8 && width % 8 == 0,
           "a moe block has an intermediate_size of {}, expected a positive multiple of 8", width);
     CHECK(shared_width >= 0 && shared_width % 8 == 0,
           "a moe block has a shared_intermediate_size of {}, expected 0 or a multiple of 8",
           shared_width);
-    CHECK(shared_width == 0 || (is_plain() && !router_bias),
+    CHECK(shared_width == 0 || is_plain(),
           "a moe block has a shared expert and a bias or an activation other than silu, expected "
           "one of them");
   }
@@ -67,9 +67,13 @@ class MoeBlock : public Block {
       : spec_(config.spec),
         shape_(spec_, config.params),
         mlp_(config.prefix + "mlp."),
+        router_rule_(spec_, config.params, mlp_),
         norm_name_(config.prefix + "post_attention_layernorm"),
         phase_(config.phase),
         adds_(config.adds) {
+    CHECK(
+        shape_.shared_width == 0 || router_rule_.is_plain(),
+        "a moe block has a shared expert and another router than a softmax, expected one of them");
     routing_.num_experts = shape_.num_experts;
     routing_.top_k = shape_.top_k;
     const int hidden = spec_.hidden_size;
@@ -120,9 +124,7 @@ class MoeBlock : public Block {
       down_bias_id_ =
           plan.add(mlp_ + "experts.down_proj_bias", "weights", bytes * shape_.num_experts * hidden);
     }
-    if (shape_.router_bias) {
-      router_bias_id_ = plan.add(mlp_ + "gate.bias", "weights", bytes * shape_.num_experts);
-    }
+    router_rule_.plan(plan, max_tokens_, phase_);
     out_id_ = plan.add_scratch("moe.out", 4 * num_pairs * hidden, phase_ + 1, phase_ + 3);
     if (shared_down_ == nullptr) return;
     shared_gate_up_->plan(plan, limits);
@@ -155,7 +157,7 @@ class MoeBlock : public Block {
       gate_up_bias_ = arena.tensor(gate_up_bias_id_, spec_.dtype, {experts, 2 * shape_.width});
       down_bias_ = arena.tensor(down_bias_id_, spec_.dtype, {experts, hidden});
     }
-    if (shape_.router_bias) router_bias_ = arena.tensor(router_bias_id_, spec_.dtype, {1, experts});
+    router_rule_.bind(arena);
     if (shared_down_ == nullptr) return;
     shared_gate_up_->bind(arena);
     shared_down_->bind(arena);
@@ -173,9 +175,7 @@ class MoeBlock : public Block {
       table.add(mlp_ + "experts.gate_up_proj_bias", gate_up_bias_);
       table.add(mlp_ + "experts.down_proj_bias", down_bias_);
     }
-    if (shape_.router_bias) {
-      table.add(mlp_ + "gate.bias", router_bias_.view({shape_.num_experts}));
-    }
+    router_rule_.list_tensors(table);
     if (shared_down_ == nullptr) return;
     table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
     shared_gate_up_->list_tensors(table);
@@ -218,12 +218,14 @@ class MoeBlock : public Block {
     return make_linear(spec_.linear_method_of(module), config);
   }
 
-  void forward_group(const Context& ctx, Phase phase, const Tensor& hidden, const Tensor& x) const {
-    const int64_t num_tokens = x.size(0), num_pairs = num_tokens * shape_.top_k;
+  void forward_group(const Context& ctx, Phase phase, const Tensor& hidden,
+                     const Tensor& input) const {
+    const int64_t num_tokens = input.size(0), num_pairs = num_tokens * shape_.top_k;
     const Tensor logits = logits_.rows(0, num_tokens), act = act_.rows(0, num_pairs);
     const Tensor out = out_.rows(0, num_pairs);
     GemmQueue* const queue = GemmQueue::of(ctx);
-    route(ctx, logits, x);
+    route(ctx, logits, input);
+    const Tensor x = router_rule_.norms_input() ? router_rule_.experts_input(ctx, input) : input;
     // The sum adds to what is there.
     if (!adds_) fill_bytes(ctx.device, hidden.data(), 0, hidden.num_bytes(), ctx.stream);
     MoeCombineParams sum{
@@ -245,19 +247,15 @@ class MoeBlock : public Block {
 
   // In every phase the same order of sums: a token's experts do not depend on the phase.
   void route(const Context& ctx, const Tensor& logits, const Tensor& x) const {
-    if (!shape_.router_bias) {
-      GemmQueue* const queue = GemmQueue::of(ctx);
-      return moe_router(ctx, {.logits = logits,
-                              .x = x,
-                              .w = router_,
-                              .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
-                              .renormalise = shape_.renormalise,
-                              .routing = routing_,
-                              .memory = memory_});
-    }
-    skinny_gemm(ctx, {.y = logits, .x = x, .w = router_});
-    add_bias(ctx, {.y = logits, .bias = router_bias_});
-    moe_route(ctx, {.logits = logits, .renormalise = shape_.renormalise, .routing = routing_});
+    if (!router_rule_.is_plain()) return router_rule_.route(ctx, logits, x, router_, routing_);
+    GemmQueue* const queue = GemmQueue::of(ctx);
+    moe_router(ctx, {.logits = logits,
+                     .x = x,
+                     .w = router_,
+                     .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
+                     .renormalise = shape_.renormalise,
+                     .routing = routing_,
+                     .memory = memory_});
   }
 
   // act = activation of gate and up of each pair; `order`: the pair of each row, null: row r.
@@ -295,7 +293,9 @@ class MoeBlock : public Block {
 
   const ModelSpec& spec_;
   const MoeShape shape_;
-  std::string mlp_, norm_name_;
+  std::string mlp_;
+  Router router_rule_;
+  std::string norm_name_;
   Timeline phase_;
   bool adds_;  // see BlockConfig
   std::unique_ptr<ExpertLinear> gate_up_, down_;
@@ -303,12 +303,11 @@ class MoeBlock : public Block {
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
                  shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0,
-                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0, router_bias_id_ = 0;
+                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0;
   int64_t max_tokens_ = 0;
   int64_t router_bytes_ = 0;
   Tensor memory_;                    // of the router
   Tensor router_;                    // [E, H]; with a shared expert, its gate is one more row
-  Tensor router_bias_;               // [1, E]
   Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H]
   Tensor both_;                      // [P, 2 I] gate and up, unless is_plain
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;

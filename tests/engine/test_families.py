@@ -49,6 +49,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4",
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "gemma4 with experts": (
+        "gemma4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "gemma4 with heads of 512": (
         "gemma4",
         {

@@ -9,7 +9,7 @@ tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,8 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             for place in ("pre_feedforward", "post_feedforward"):
                 weights[f"{prefix}{place}_layernorm.weight"] = norm(hidden)
             weights[prefix + "layer_scalar"] = norm(1)
+            if config.get("enable_moe_block"):
+                weights |= gemma_experts(config, prefix, matrix, norm)
         is_olmo = model_type in ("olmo2", "olmo3")
         if is_olmo:
             weights[prefix + "post_feedforward_layernorm.weight"] = norm(hidden)
@@ -291,6 +293,28 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     return weights
 
 
+def gemma_experts(
+    config: Mapping[str, Any],
+    prefix: str,
+    matrix: Callable[[int, int], Array],
+    norm: Callable[[int], Array],
+) -> dict[str, Array]:
+    """The experts beside the MLP of a layer of Gemma 4."""
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    width = config["moe_intermediate_size"]
+    weights = {
+        "router.proj.weight": 3 * matrix(experts, hidden) * np.float32(np.sqrt(hidden)),
+        "router.scale": norm(hidden),
+        "router.per_expert_scale": norm(experts),
+        "experts.gate_up_proj": np.stack([matrix(2 * width, hidden) for _ in range(experts)]),
+        "experts.down_proj": np.stack([matrix(hidden, width) for _ in range(experts)]),
+    }
+    for place in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1"):
+        weights[f"{place}.weight"] = norm(hidden)
+    weights["post_feedforward_layernorm_2.weight"] = norm(hidden)
+    return {prefix + name: array for name, array in weights.items()}
+
+
 def fuse_rows(weights: dict[str, Array], prefix: str, name: str, parts: Sequence[str]) -> None:
     """Replaces the matrices `<part>_proj` by one with their rows."""
     rows = [weights.pop(f"{prefix}{part}_proj.weight") for part in parts]
@@ -299,13 +323,15 @@ def fuse_rows(weights: dict[str, Array], prefix: str, name: str, parts: Sequence
 
 def has_experts(config: Mapping[str, Any], layer: int) -> bool:
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    if config["model_type"] == "gemma4_text":  # gemma_experts
+        return False
     return "num_experts" in config and (layer + 1) % step == 0 and layer not in dense
 
 
 def fuse_experts(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
     """The weights with the experts of each layer as `gate_up_proj` and `down_proj`."""
     fused = dict(weights)
-    if "num_experts" not in config:
+    if "num_experts" not in config or config["model_type"] == "gemma4_text":
         return fused
     for layer in range(config["num_hidden_layers"]):
         if not has_experts(config, layer):

@@ -1,0 +1,57 @@
+// Routers other than a plain softmax: two ops around moe_route.
+//
+//   score_experts   scores = sigmoid(logits); logits = scores + bias, by which moe_route chooses
+//   weigh_experts   weight of a pair = factor * scale[expert] * w
+//
+// w is the score of the pair's expert, with `renormalise` divided by epsilon + the sum over the
+// token's experts. Without scores, w is the weight of moe_route. All in float32.
+#pragma once
+
+#include "kernels/moe/moe_route.h"
+
+namespace cpmcu {
+
+struct ScoreExpertsParams {
+  Tensor scores;  // [T, E] float32, written
+  Tensor logits;  // [T, columns] float32, in place; the first E columns are the experts
+  Tensor bias{};  // [E] float32; empty: none
+};
+
+struct WeighExpertsParams {
+  Routing routing;  // its weights, in place
+  int64_t num_tokens = 0;
+  Tensor scores{};  // [T, E] float32; empty: the weights of moe_route
+  bool renormalise = false;
+  float epsilon = 0;
+  float factor = 1;
+  Tensor scale{};  // [E] float32; empty: 1
+};
+
+inline void check_score_experts(const ScoreExpertsParams& p) {
+  CHECK(p.scores.num_dims() == 2 && p.logits.num_dims() == 2 && p.scores.dtype() == DType::kF32 &&
+            p.logits.dtype() == DType::kF32 && p.logits.size(0) == p.scores.size(0) &&
+            p.logits.size(1) >= p.scores.size(1) &&
+            (p.bias.empty() ||
+             (p.bias.dtype() == DType::kF32 && p.bias.num_elements() == p.scores.size(1))),
+        "score_experts: scores {} {}, logits {} {} and bias {} {} do not fit, expected float32",
+        name_of(p.scores.dtype()), p.scores.shape_text(), name_of(p.logits.dtype()),
+        p.logits.shape_text(), name_of(p.bias.dtype()), p.bias.shape_text());
+}
+
+inline void check_weigh_experts(const WeighExpertsParams& p) {
+  check_routing(p.routing);
+  const auto fits = [&](const Tensor& tensor, int64_t count) {
+    return tensor.empty() || (tensor.dtype() == DType::kF32 && tensor.num_elements() == count);
+  };
+  CHECK(fits(p.scores, p.num_tokens * p.routing.num_experts) &&
+            fits(p.scale, p.routing.num_experts) && p.epsilon >= 0,
+        "weigh_experts: scores {} {}, scale {} {} and epsilon {} do not fit {} tokens and {} "
+        "experts, expected float32 and at least 0",
+        name_of(p.scores.dtype()), p.scores.shape_text(), name_of(p.scale.dtype()),
+        p.scale.shape_text(), p.epsilon, p.num_tokens, p.routing.num_experts);
+}
+
+REGISTER_OP(score_experts, ScoreExpertsParams)
+REGISTER_OP(weigh_experts, WeighExpertsParams)
+
+}  // namespace cpmcu
