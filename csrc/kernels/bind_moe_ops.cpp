@@ -76,17 +76,18 @@ void bind_sorted_gemms(py::module_& m) {
       "packed_sorted_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, bool sorted_y, int64_t n, int64_t k, const std::string& codes,
-         bool zero_points, const std::string& scale_dtype, int scale_rows, int group, bool gated) {
-        packed_sorted_gemm(
-            c.ctx, {.rows = sorted_rows_of(y, x, routing, sorted_y),
-                    .w = packed_experts_of(
-                        blocks, routing, n, k,
-                        layout_of(codes, 1, zero_points, scale_dtype, scale_rows, group), gated),
-                    .stride = blocks->tensor().size(1)});
+         bool zero_points, bool minimum, const std::string& scale_dtype, int scale_rows, int group,
+         bool gated) {
+        packed_sorted_gemm(c.ctx, {.rows = sorted_rows_of(y, x, routing, sorted_y),
+                                   .w = packed_experts_of(blocks, routing, n, k,
+                                                          layout_of(codes, 1, zero_points, minimum,
+                                                                    scale_dtype, scale_rows, group),
+                                                          gated),
+                                   .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false, "n"_a,
-      "k"_a, "codes"_a = "int4", "zero_points"_a = false, "scale_dtype"_a = "float16",
-      "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false,
+      "k"_a, "codes"_a = "int4", "zero_points"_a = false, "minimum"_a = false,
+      "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false,
       "csrc/kernels/moe/sorted_gemm.h. blocks: [experts, bytes]");
 }
 
@@ -191,19 +192,19 @@ void bind_moe_ops(py::module_& m) {
       "packed_expert_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, int pairs_per_x, int64_t n, int64_t k, const std::string& codes,
-         bool zero_points, const std::string& scale_dtype, int scale_rows, int group, bool gated,
-         bool routing_is_complete) {
-        packed_expert_gemm(
-            c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
-                    .w = packed_experts_of(
-                        blocks, routing, n, k,
-                        layout_of(codes, 1, zero_points, scale_dtype, scale_rows, group), gated),
-                    .stride = blocks->tensor().size(1)});
+         bool zero_points, bool minimum, const std::string& scale_dtype, int scale_rows, int group,
+         bool gated, bool routing_is_complete) {
+        packed_expert_gemm(c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
+                                   .w = packed_experts_of(blocks, routing, n, k,
+                                                          layout_of(codes, 1, zero_points, minimum,
+                                                                    scale_dtype, scale_rows, group),
+                                                          gated),
+                                   .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1, "n"_a,
-      "k"_a, "codes"_a = "int4", "zero_points"_a = false, "scale_dtype"_a = "float16",
-      "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false, "routing_is_complete"_a = false,
-      "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+      "k"_a, "codes"_a = "int4", "zero_points"_a = false, "minimum"_a = false,
+      "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false,
+      "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
   bind_route_scores(m);
   bind_sorted_gemms(m);
   m.def(

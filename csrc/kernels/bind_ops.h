@@ -175,7 +175,7 @@ void bind_family_ops(pybind11::module_& ops);     // bind_family_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
-PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
+PackedLayout layout_of(const std::string& codes, int planes, bool zero_points, bool minimum,
                        const std::string& scale_dtype, int scale_rows, int group);
 void bind_packed_ops(pybind11::module_& ops);  // bind_packed_ops.cpp
 

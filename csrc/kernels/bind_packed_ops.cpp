@@ -11,6 +11,7 @@
 #include "kernels/gemm/packed/float_group_pack.h"
 #include "kernels/gemm/packed/int4_pack.h"
 #include "kernels/gemm/packed/int8_pack.h"
+#include "kernels/gemm/packed/k_quant_pack.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -30,18 +31,19 @@ struct OpsFusedGemm {
 
 }  // namespace
 
-PackedLayout layout_of(const std::string& codes, int planes, bool zero_points,
+PackedLayout layout_of(const std::string& codes, int planes, bool zero_points, bool minimum,
                        const std::string& scale_dtype, int scale_rows, int group) {
-  const std::map<std::string, Codes> known = {{"int4", Codes::kInt4},
-                                              {"int8", Codes::kInt8},
-                                              {"e4m3", Codes::kE4m3},
-                                              {"e2m1", Codes::kE2m1}};
+  const std::map<std::string, Codes> known = {{"int4", Codes::kInt4}, {"int8", Codes::kInt8},
+                                              {"e4m3", Codes::kE4m3}, {"e2m1", Codes::kE2m1},
+                                              {"k4", Codes::kK4},     {"k8", Codes::kK8}};
   const auto found = known.find(codes);
-  CHECK(found != known.end(), "codes are \"{}\", expected \"int4\", \"int8\", \"e4m3\" or \"e2m1\"",
+  CHECK(found != known.end(),
+        "codes are \"{}\", expected \"int4\", \"int8\", \"e4m3\", \"e2m1\", \"k4\" or \"k8\"",
         codes);
   return {.codes = found->second,
           .planes = planes,
           .zero_points = zero_points,
+          .minimum = minimum,
           .scale_dtype = parse_dtype(scale_dtype),
           .scale_rows = scale_rows,
           .group = group};
@@ -51,35 +53,53 @@ void bind_packed_ops(py::module_& m) {
   py::class_<OpsWeight>(m, "PackedWeight",
                         "Quantised weights; see csrc/kernels/gemm/packed/packed.h.")
       .def(py::init([](SharedArray blocks, int64_t n, int64_t k, const std::string& codes,
-                       int planes, bool zero_points, const std::string& scale_dtype, int scale_rows,
-                       int group, bool gated) {
-             OpsWeight made{
-                 {.blocks = blocks->as<uint8_t>(DType::kU8),
-                  .n = n,
-                  .k = k,
-                  .layout = layout_of(codes, planes, zero_points, scale_dtype, scale_rows, group),
-                  .gated = gated},
-                 blocks};
+                       int planes, bool zero_points, bool minimum, const std::string& scale_dtype,
+                       int scale_rows, int group, bool gated) {
+             OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
+                             .n = n,
+                             .k = k,
+                             .layout = layout_of(codes, planes, zero_points, minimum, scale_dtype,
+                                                 scale_rows, group),
+                             .gated = gated},
+                            blocks};
              const int64_t bytes = blocks->tensor().num_bytes();
              CHECK(bytes == made.weight.num_bytes(), "the blocks have {} bytes, expected {}", bytes,
                    made.weight.num_bytes());
              return made;
            }),
            "blocks"_a, py::kw_only(), "n"_a, "k"_a, "codes"_a = "int4", "planes"_a = 1,
-           "zero_points"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0,
-           "gated"_a = false);
+           "zero_points"_a = false, "minimum"_a = false, "scale_dtype"_a = "float16",
+           "scale_rows"_a = 1, "group"_a = 0, "gated"_a = false);
   m.def(
       "int8_pack",
       [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
-         int64_t first_row, int64_t k_per_scale) {
+         SharedArray zeros, int zero_offset, int64_t first_row, int64_t k_per_scale) {
         int8_pack(c.ctx, {.w = w.weight,
                           .codes = tensor_of(codes),
                           .scales = tensor_of(scales),
+                          .zeros = tensor_of(zeros),
+                          .zero_offset = zero_offset,
                           .first_row = first_row,
                           .k_per_scale = k_per_scale});
       },
-      "ctx"_a, "w"_a, "codes"_a, "scales"_a, py::kw_only(), "first_row"_a = 0, "k_per_scale"_a = 32,
+      "ctx"_a, "w"_a, "codes"_a, "scales"_a, py::kw_only(), "zeros"_a = SharedArray(),
+      "zero_offset"_a = 0, "first_row"_a = 0, "k_per_scale"_a = 32,
       "csrc/kernels/gemm/packed/int8_pack.h");
+  m.def(
+      "k_quant_pack",
+      [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,
+         SharedArray group_scales, SharedArray mins, SharedArray group_mins, int64_t first_row) {
+        k_quant_pack(c.ctx, {.w = w.weight,
+                             .codes = tensor_of(codes),
+                             .scales = tensor_of(scales),
+                             .group_scales = tensor_of(group_scales),
+                             .mins = tensor_of(mins),
+                             .group_mins = tensor_of(group_mins),
+                             .first_row = first_row});
+      },
+      "ctx"_a, "w"_a, "codes"_a, "scales"_a, "group_scales"_a, py::kw_only(),
+      "mins"_a = SharedArray(), "group_mins"_a = SharedArray(), "first_row"_a = 0,
+      "csrc/kernels/gemm/packed/k_quant_pack.h");
   m.def(
       "float_group_pack",
       [](const OpsContext& c, const OpsWeight& w, SharedArray codes, SharedArray scales,

@@ -20,8 +20,20 @@ INTEGERS = {
     "int4 by 64": (4, True, 64),
     "int8": (8, False, 32),
     "int8 by 128": (8, False, 128),
+    "int8 zeros": (8, True, 64),
 }
-KINDS = (*FLOATS, *INTEGERS)
+# kind -> codes in weight blocks, has a minimum, codes from and below, k of a group scale
+K_QUANTS = {
+    "q4_k": ("k4", True, 0, 16, 32),
+    "q5_k": ("k8", True, 0, 32, 16),
+    "q6_k": ("k8", False, -32, 32, 16),
+}
+KINDS = (*FLOATS, *INTEGERS, *K_QUANTS)
+
+
+def whole(kind: str, k: int) -> int:
+    """K, or the next that this kind takes."""
+    return -(-k // 256) * 256 if kind in K_QUANTS else k
 
 
 def codes_of(kind: str) -> str:
@@ -118,7 +130,7 @@ class IntegerWeights:
         middle = 1 << self.bits - 1
         self.zeros = np.full((self.n, groups), middle, np.uint8)
         if self.has_zeros:
-            self.zeros = rng.integers(0, 16, (self.n, groups), dtype=np.uint8)
+            self.zeros = rng.integers(0, 1 << self.bits, (self.n, groups), dtype=np.uint8)
         wide = np.arange(self.k) // self.size
         numbers = self.q.astype(np.float64) - self.zeros[:, wide]
         self.values = numbers * self.scales[:, wide].astype(np.float64)
@@ -146,8 +158,9 @@ class IntegerWeights:
             if not len(q):
                 continue
             if self.bits == 8:
+                more = {"zeros": put_raw(device, fours(zeros))} if self.has_zeros else {}
                 ops.int8_pack(
-                    context(device), weight, put_raw(device, q), put_raw(device, scales),
+                    context(device), weight, put_raw(device, q), put_raw(device, scales), **more,
                     first_row=rows.start, k_per_scale=self.size,
                 )  # fmt: skip
                 continue
@@ -162,6 +175,79 @@ class IntegerWeights:
         return weight, blocks
 
 
-def make_weights(kind: str, n: int, k: int, **settings: Any) -> FloatWeights | IntegerWeights:
+def fours(zeros: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
+    """[N, G] -> int32 [N / 4, G]: byte i of row r is n = 4 r + i."""
+    quads = zeros.reshape(-1, 4, zeros.shape[1]).swapaxes(1, 2)
+    return np.ascontiguousarray(quads).view("<i4")[..., 0]
+
+
+@dataclass
+class KQuantWeights:
+    """Random K-quants [N, K]; `values` are dequantised, rounded to float32 as in llama.cpp."""
+
+    kind: str
+    n: int
+    k: int
+    parts: int = 1
+    gated: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
+        self.codes, self.minimum, low, high, group = K_QUANTS[self.kind]
+        n, k = self.n, self.k
+        self.q = rng.integers(low, high, (n, k), dtype=np.int8)
+        small = 1 / (high * 64 * 3 * np.sqrt(k))
+        self.d, self.e = (
+            (rng.uniform(0.2, 1, (n, k // 256)) * small * times).astype(np.float16)
+            for times in (8, 8 * high / 2)
+        )
+        signed = -128 if self.kind == "q6_k" else 0
+        self.s = rng.integers(signed, 64 if self.minimum else 128, (n, k // group), dtype=np.int8)
+        self.m = rng.integers(0, 64, (n, k // group), dtype=np.uint8)
+        scales = self.d.repeat(256 // group, 1).astype(np.float64) * self.s
+        minima = self.e.repeat(256 // group, 1).astype(np.float64) * self.m * self.minimum
+        exact = scales.repeat(group, 1) * self.q - minima.repeat(group, 1)
+        self.values = exact.astype(np.float32).astype(np.float64)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        group = K_QUANTS[self.kind][4]
+        settings = {"codes": self.codes, "group": group, "minimum": self.minimum}
+        return {**settings, "gated": self.gated}
+
+    def put(self, device: str) -> Any:
+        return self._packed(device)[0]
+
+    def blocks(self, device: str) -> Any:
+        """The array of the weight blocks."""
+        return self._packed(device)[1]
+
+    def _packed(self, device: str) -> tuple[Any, Any]:
+        bits, group = (4 if self.codes == "k4" else 8), K_QUANTS[self.kind][4]
+        block_bytes = 256 * (128 * bits // 8 + (2 + 128 // group) * (1 + self.minimum))
+        shape = [-(-self.n // 256), self.k // 128, block_bytes]
+        blocks = put_raw(device, np.full(shape, 0xA5, np.uint8))
+        weight = ops.PackedWeight(blocks, n=self.n, k=self.k, **self.layout)
+        first = self.n // 2 // 8 * 8 if self.parts == 2 else self.n
+        for rows in (slice(0, first), slice(first, self.n)):
+            q = self.q[rows]
+            if not len(q):
+                continue
+            stored = q if bits == 8 else (q[:, 0::2] | q[:, 1::2] << 4).view(np.uint8)
+            more = {"mins": self.e[rows], "group_mins": self.m[rows]} if self.minimum else {}
+            given = [np.ascontiguousarray(a) for a in (stored, self.d[rows], self.s[rows])]
+            ops.k_quant_pack(
+                context(device), weight, *(put_raw(device, a) for a in given),
+                **{name: put_raw(device, a) for name, a in more.items()}, first_row=rows.start,
+            )  # fmt: skip
+        return weight, blocks
+
+
+Weights = FloatWeights | IntegerWeights | KQuantWeights
+
+
+def make_weights(kind: str, n: int, k: int, **settings: Any) -> Weights:
     """Random weights of a kind of KINDS."""
-    return (FloatWeights if kind in FLOATS else IntegerWeights)(kind, n, k, **settings)
+    made = KQuantWeights if kind in K_QUANTS else FloatWeights if kind in FLOATS else IntegerWeights
+    return made(kind, n, k, **settings)

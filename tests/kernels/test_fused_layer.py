@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels import group_weights
 from tests.kernels.attention import Case
-from tests.kernels.group_weights import KINDS, FloatWeights, IntegerWeights, make_weights
+from tests.kernels.group_weights import KINDS, make_weights
 from tests.kernels.packed import Weights, random_x, scratch_of
 from tests.kernels.util import (
     Floats,
@@ -74,7 +75,7 @@ class FourBits(Weights):
 class Grouped:
     """Weights with scales for small groups of k."""
 
-    weights: FloatWeights | IntegerWeights
+    weights: group_weights.Weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
@@ -229,16 +230,17 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", sizes(1, 13, 100))
 def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
-    shape = (256, 128, 192, 520)
+    hidden, intermediate = (group_weights.whole(kind, k) for k in (128, 192))
+    shape = (256, hidden, intermediate, 520)
     layer = Layer(shape, dtype, grouped=kind)
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
-    attended, act, hidden, qkv = layer.run(x, residual, 4)
-    for i, (y, given) in enumerate(((hidden, act), (qkv, norm_of(hidden, layer.gemms[2].norm)))):
+    attended, act, down, qkv = layer.run(x, residual, 4)
+    for i, (y, given) in enumerate(((down, act), (qkv, norm_of(down, layer.gemms[2].norm)))):
         expected = layer.gemms[2 + i].reference(given, layer.run(x, residual, 1)[0])
         assert_close(y, expected, KERNELS["normed_gemm"][dtype])
-    for part, whole in zip(layer.run(x[-1:], residual[-1:], 4), (attended, act, hidden, qkv)):
-        assert np.array_equal(part[0], whole[-1])
+    for part, full in zip(layer.run(x[-1:], residual[-1:], 4), (attended, act, down, qkv)):
+        assert np.array_equal(part[0], full[-1])
 
 
 @on_devices_and_cuda_dtypes

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.group_weights import FLOATS, KINDS, FloatWeights, make_weights
+from tests.kernels.group_weights import FLOATS, KINDS, FloatWeights, make_weights, whole
 from tests.kernels.packed import random_x, scratch_of
 from tests.kernels.test_experts import expert_inputs, grouped, random_logits, route
 from tests.kernels.test_sorted_experts import needs_sorted_gemm, sorted_pairs
@@ -45,6 +45,7 @@ SHAPES = sizes((8, 32), (272, 224), (104, 992), (2304, 288))
 def test_pack_and_dequantise(device: str, kind: str, n: int, k: int, parts: int) -> None:
     if n == 8 and parts == 2:
         pytest.skip("a part has 8 rows or more")
+    k = whole(kind, k)
     weights = make_weights(kind, n, k, parts=parts)
     first = n // 3
     dtype = "float32" if device == "cpu" else "float16"
@@ -113,6 +114,7 @@ def test_powers_far_below_the_largest_are_zero(device: str, kind: str) -> None:
     ("m", "n", "k"), sizes((1, 8, 32), (16, 272, 224), (33, 104, 992), (64, 2304, 288))
 )
 def test_gemm(device: str, dtype: str, kind: str, m: int, n: int, k: int) -> None:
+    k = whole(kind, k)
     weights, x = make_weights(kind, n, k), random_x(m, k, dtype)
 
     def run(device: str) -> npt.NDArray[np.float64]:
@@ -132,7 +134,7 @@ def test_gemm(device: str, dtype: str, kind: str, m: int, n: int, k: int) -> Non
 def test_gated_gemm(
     device: str, dtype: str, kind: str, shape: tuple[int, int, int], interleaved: bool
 ) -> None:
-    m, n, k = shape
+    m, n, k = *shape[:2], whole(kind, shape[2])
     settings = {"interleaved": True} if interleaved else {"parts": 2}
     weights = make_weights(kind, n, k, gated=True, **settings)
     x = random_x(m, k, dtype)
@@ -149,6 +151,7 @@ def test_gated_gemm(
 def test_rows_do_not_depend_on_the_others(
     device: str, dtype: str, kind: str, n: int, k: int
 ) -> None:
+    k = whole(kind, k)
     weight, x = make_weights(kind, n, k).put(device), random_x(130, k, dtype)
     full = multiply(device, x, weight, n, dtype, dtype).numpy()
     for m in (1, 7, 9, 17, 33, 63, 64, 65):
@@ -166,7 +169,7 @@ def test_experts(
     """Rows of a decode step, and the sorted rows of a prompt."""
     if by_expert:
         needs_sorted_gemm(device)
-    num_experts, top_k, width = 5, 2, n // 2 if gated else n
+    num_experts, top_k, width, k = 5, 2, n // 2 if gated else n, whole(kind, k)
     made = [make_weights(kind, n, k, gated=gated, seed=i) for i in range(num_experts)]
     x, _ = expert_inputs(70, 1, 8, k, dtype)
     logits = random_logits(70, num_experts)
@@ -186,26 +189,35 @@ def test_experts(
 
 
 @on_devices
-@pytest.mark.parametrize("form", ["uint8", "int8", "int32"])
+@pytest.mark.parametrize("form", ["uint8", "int8", "int32", "int32 zeros"])
 def test_forms_of_8_bits(device: str, form: str) -> None:
-    """All codes; one scale for the matrix, or for each row and 64 k."""
+    """All codes; one scale for the matrix, or for each row and 64 k. Zero points are GPTQ's."""
     n, k = 264, 200
     q = np.resize(np.arange(256), (n, k)).astype(np.uint8)
     rng = np.random.default_rng(4)
     one = form == "int8"
     scales = rng.uniform(0.5, 1, (1, 1) if one else (n, 4)).astype(np.float16)
     wide = scales if one else scales[:, np.arange(k) // 64]
-    values = (q.astype(np.float64) - 128) * wide.astype(np.float64)
+    zeros = (
+        rng.integers(0, 256, (n, 4), dtype=np.uint8) if "zeros" in form else np.full((n, 4), 128)
+    )
+    numbers = q.astype(np.float64) - zeros[:, np.arange(k) // 64]
+    values = numbers * wide.astype(np.float64)
+    more: dict[str, Any] = {}
     codes: npt.NDArray[Any] = q
     if form == "int8":
         codes = (q ^ 0x80).view(np.int8)
-    elif form == "int32":
+    elif form != "uint8":
         quads = np.ascontiguousarray(q.T.reshape(k // 4, 4, n).swapaxes(1, 2))
         codes, scales = quads.view("<i4")[..., 0], np.ascontiguousarray(scales.T)
-    blocks = put_raw(device, np.full([2, 2, 34816], 0xA5, np.uint8))
-    weight = ops.PackedWeight(blocks, n=n, k=k, codes="int8", group=32)
+    if "zeros" in form:
+        stored = np.ascontiguousarray((zeros - np.uint8(1)).T)
+        more = {"zeros": put_raw(device, stored.view("<i4")), "zero_offset": 1}
+    bytes_ = 35840 if more else 34816
+    blocks = put_raw(device, np.full([2, 2, bytes_], 0xA5, np.uint8))
+    weight = ops.PackedWeight(blocks, n=n, k=k, codes="int8", group=32, zero_points="zeros" in form)
     ops.int8_pack(
-        context(device), weight, put_raw(device, codes), put_raw(device, scales),
+        context(device), weight, put_raw(device, codes), put_raw(device, scales), **more,
         k_per_scale=k if one else 64,
     )  # fmt: skip
     dtype = "float32" if device == "cpu" else "float16"

@@ -22,6 +22,14 @@ void int8_pack(const Context&, const Int8PackParams& p) {
     const int64_t group = k / p.k_per_scale, row = one_scale ? 0 : own;
     return scales[words ? group * n + row : row * groups + group];
   };
+  // Zero points have the order of the scales; without GPTQ's words, four rows share a word.
+  const uint8_t* stored_zeros = w.layout.zero_points ? p.zeros.as<uint8_t>() : nullptr;
+  const auto zero_of = [&](int64_t own, int64_t k) -> uint8_t {
+    if (own >= n || k >= w.k) return kZero;
+    const int64_t group = k / p.k_per_scale;
+    const int64_t at = words ? group * n + own : (own / 4 * groups + group) * 4 + own % 4;
+    return static_cast<uint8_t>(stored_zeros[at] + p.zero_offset);
+  };
 #pragma omp parallel for
   for (int64_t row = 0; row < w.row_blocks() * kPackedRows; ++row) {
     const int64_t source = w.gated ? gated_row(w.n, row) : row, own = source - p.first_row;
@@ -37,6 +45,11 @@ void int8_pack(const Context&, const Int8PackParams& p) {
           reinterpret_cast<uint16_t*>(block + w.layout.code_bytes()) + in_block * w.layout.groups();
       for (int i = 0; i < w.layout.groups(); ++i) {
         its[i] = scale_of(own, kb * kPackedK + i * w.layout.group);
+      }
+      if (stored_zeros == nullptr) continue;
+      uint8_t* zeros = block + w.layout.code_bytes() + 2 * kPackedRows * w.layout.groups();
+      for (int i = 0; i < w.layout.groups(); ++i) {
+        zeros[in_block * w.layout.groups() + i] = zero_of(own, kb * kPackedK + i * w.layout.group);
       }
     }
   }

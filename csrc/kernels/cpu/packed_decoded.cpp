@@ -77,9 +77,37 @@ float decode_int4(const PackedLayout& layout, const uint8_t* block, int row, flo
 }
 
 float decode_int8(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  const uint8_t* zeros = block + layout.code_bytes() + 2 * kPackedRows * layout.groups();
   for (int k = 0; k < kPackedK; ++k) {
-    to[k] = static_cast<float>(block[byte_place(row, k)] - 128) *
-            scale_of_group(layout, block, row * layout.groups() + k / layout.group);
+    const int at = row * layout.groups() + k / layout.group;
+    const int zero = layout.zero_points ? zeros[at] : 128;
+    to[k] =
+        static_cast<float>(block[byte_place(row, k)] - zero) * scale_of_group(layout, block, at);
+  }
+  return 1;
+}
+
+// d s and e m are exact in float32; the difference is rounded once, as in llama.cpp.
+float decode_k_quant(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
+  const bool is_4 = layout.codes == Codes::kK4;
+  const uint8_t* record = block + layout.code_bytes() + row * layout.record_bytes();
+  const uint8_t* of_min = record + int64_t{kPackedRows} * layout.record_bytes();
+  const auto super = [](const uint8_t* at) {
+    return to_float(fp16{*reinterpret_cast<const uint16_t*>(at)});
+  };
+  const auto* words = reinterpret_cast<const uint32_t*>(block);
+  for (int group = 0; group < layout.groups(); ++group) {
+    const int byte = record[2 + group];
+    const float s = super(record) * static_cast<float>(is_4 ? byte : static_cast<int8_t>(byte));
+    float m = 0;
+    if (layout.minimum) m = super(of_min) * static_cast<float>(of_min[2 + group]);
+    for (int k = group * layout.group; k < (group + 1) * layout.group; ++k) {
+      const NibblePlace place = nibble_place(row, k);
+      const int q = is_4 ? static_cast<int>(words[place.word] >> place.shift & 15)
+                         : block[byte_place(row, k)] - 128;
+      const float number = s * static_cast<float>(q);
+      to[k] = number - m;
+    }
   }
   return 1;
 }
@@ -94,6 +122,9 @@ PackedLayout::Decode decode_of(const PackedLayout& layout) {
       return decode_e4m3;
     case Codes::kE2m1:
       return decode_e2m1;
+    case Codes::kK4:
+    case Codes::kK8:
+      return decode_k_quant;
     default:
       return layout.decode;
   }

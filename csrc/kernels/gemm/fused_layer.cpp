@@ -1,5 +1,7 @@
 #include "kernels/gemm/fused_layer.h"
 
+#include <algorithm>
+
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/silu_mul.h"
@@ -15,9 +17,10 @@ void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory);
 
 int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
+  // Some layouts take 9 to 16 rows as four groups.
   const int64_t groups = row_groups(max_rows, kMaxFusedRows);
   return kFusedStateBytes +
-         kFusedSumBytes * (groups <= kMaxFlaggedGroups ? groups : kMaxFlaggedGroups + groups);
+         kFusedSumBytes * (groups == 1 ? 1 : kMaxFlaggedGroups + std::max<int64_t>(groups, 4));
 #else
   return 0;
 #endif

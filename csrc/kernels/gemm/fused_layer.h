@@ -31,7 +31,7 @@ constexpr int kMaxFusedGemms = 4;
 // Bytes of FusedLayerParams::memory that hold state; the rest holds partial sums.
 constexpr int kFusedStateBytes = 256 * 1024;
 constexpr int kMaxFusedCtas = 144;  // SMs of the largest Hopper chip
-constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W has 8 or 16 bits
+constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W is not 4 bits of a common layout
 // Up to this many groups of 8 rows, each fragment of partial sums carries its own ready flag. For
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
 constexpr int kMaxFlaggedGroups = 2;

@@ -378,7 +378,11 @@ bool has_4_bits(const FusedGemm& gemm) {
   return !gemm.is_dense() && gemm.packed.layout.bits() == 4;
 }
 int64_t most_fused_rows(const FusedGemm& gemm) {
-  return has_4_bits(gemm) ? kMaxFusedRows : kMaxRows;
+  return has_4_bits(gemm) && is_common(gemm.packed.layout) ? kMaxFusedRows : kMaxRows;
+}
+int fused_row_groups(const FusedGemm& gemm, int64_t rows) {
+  const int64_t most = most_fused_rows(gemm);
+  return gemm.is_dense() ? row_groups(rows, most) : row_groups_of(gemm.packed.layout, rows, most);
 }
 
 CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, int num_ctas) {
@@ -430,7 +434,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
   const int64_t most_rows = most_fused_rows(p.gemms.front());
   for (int64_t row = 0; row < num_rows; row += most_rows) {
     const int64_t m = std::min(most_rows, num_rows - row);
-    const int groups = row_groups(m, most_rows);
+    const int groups = fused_row_groups(p.gemms.front(), m);
     FusedLayerArgs args{
         .state = p.memory.as<FusedState>(),
         .fragments = p.memory.as<char>() + kFusedStateBytes +
@@ -474,7 +478,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         if (!p.gemms.front().is_dense()) {
           dispatch_unpacker(p.gemms.front().packed.layout, [&](auto unpacker) {
             using Unpacker = decltype(unpacker);
-            if constexpr (kGroups <= 8 || Unpacker::kBits == 4) {
+            if constexpr (kHasRows<Unpacker, kGroups> && (kGroups <= 8 || Unpacker::kBits == 4)) {
               launch_fused_layer<PackedMainloop<Mma, T, kGroups, Unpacker>>(ctx, args, p.attention,
                                                                             num_ctas);
             }

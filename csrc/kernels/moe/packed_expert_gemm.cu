@@ -25,7 +25,7 @@ struct PackedExpertArgs {
   ExpertArgs expert;
   int k_blocks, block_bytes;
   int stages;  // of a warp
-  bool scale_form;
+  uint8_t scale_form;
 };
 
 // A warp tile of a weight block in shared memory.
@@ -61,48 +61,65 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
 // Copies a warp tile of a weight block to a stage, asynchronously. By a warp.
 template <typename Unpacker>
 __device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const char* block, int tile,
-                                               bool form) {
+                                               uint8_t form) {
   constexpr int kBytes = kWarpTileBytes<Unpacker>;
   const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
   const uint32_t to = ptx::shared_address(stage) + lane * 16;
   const char* codes = block + tile * kBytes + lane * 16;
 #pragma unroll
   for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
-  constexpr int kTileLanes = Unpacker::kTileBytes / kWarpTiles / 16;
   const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
-  static_assert(Unpacker::kExtraBytes / kWarpTiles / 16 <= 32, "one copy for each lane");
-  if (lane < scale_lanes) {
-    ptx::cp_async16(to + kBytes,
-                    block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + lane * 16);
-  } else if (kTileLanes > 0 && lane < scale_lanes + kTileLanes) {
-    ptx::cp_async16(to + kBytes, block + Unpacker::kTileOffset + row * Unpacker::kTileRowBytes +
-                                     (lane - scale_lanes) * 16);
-  }
+  const int tile_lanes = Unpacker::tile_bytes(form) / kWarpTiles / 16;
+  const auto copy_extra = [&](int i) {
+    const uint32_t at = to + kBytes + (i - lane) * 16;
+    if (i < scale_lanes) {
+      ptx::cp_async16(at,
+                      block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + i * 16);
+    } else if (i < scale_lanes + tile_lanes) {
+      ptx::cp_async16(at, block + Unpacker::kTileOffset + row * Unpacker::tile_row_bytes(form) +
+                              (i - scale_lanes) * 16);
+    }
+  };
+  constexpr int kLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
+  static_assert(kLanes <= 64, "at most two copies for each lane");
+  copy_extra(lane);
+  if constexpr (kLanes > 32) copy_extra(lane + 32);
 }
 
 // ---- kernels
 
 // The end of a group of k: adds the scaled partial sums, and clears them. `g`: the lane's first
 // row.
-template <typename Unpacker, int kGroups>
+template <typename Unpacker, typename T, int kGroups>
 __device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
-                                           float (&part)[2][kGroups][4], const char* scales, int g,
-                                           int k_group, bool form) {
+                                           float (&part)[2][kGroups][4],
+                                           XSums<Unpacker, T, kGroups>& x_sums, const char* scales,
+                                           int g, int k_group, uint8_t form) {
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
     const int step = Unpacker::scale_step(form);
-    const char* place = scales + Unpacker::scale_place(g, form) + 2 * t * step + 2 * k_group;
-    const float scale[2] = {Unpacker::load_scale(place, form),
-                            Unpacker::load_scale(place + step, form)};
+    const char* place = scales + Unpacker::scale_place(g, form) + 2 * t * step;
+    const float scale[2] = {Unpacker::load_scale(place, k_group, form),
+                            Unpacker::load_scale(place + step, k_group, form)};
+    [[maybe_unused]] float minimum[2];
+    if constexpr (kHasMinimum<Unpacker>) {
+      const char* of = place + Unpacker::kScaleBytes / kWarpTiles;
+      minimum[0] = Unpacker::load_min(of, k_group);
+      minimum[1] = Unpacker::load_min(of + step, k_group);
+    }
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
         part[t][group][i] = 0;
+        if constexpr (kHasMinimum<Unpacker>) {
+          sums[t][group][i] = __fmaf_rn(-minimum[i / 2], x_sums.of[group][i], sums[t][group][i]);
+        }
       }
     }
   }
+  if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
 }
 
 template <typename T,   // __half or __nv_bfloat16
@@ -178,15 +195,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       const Stage& from = stages[stage];
       typename Unpacker::template Tile<T> tiles[2];
       float part[2][kGroups][4] = {};
+      [[maybe_unused]] XSums<Unpacker, T, kGroups> x_sums;
+      [[maybe_unused]] uint32_t ones[4];
+      if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of), x_sums.make_ones(ones);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k_group = step / Unpacker::kScaleSteps;
         if (step % Unpacker::kScaleSteps == 0) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            tiles[t] =
-                Unpacker::template load_tile<T>(from.extra + Unpacker::kScaleBytes / kWarpTiles +
-                                                (t * 16 + g) * Unpacker::kTileRowBytes + k_group);
+            const char* place = from.extra + Unpacker::kScaleBytes / kWarpTiles + k_group +
+                                (t * 16 + g) * Unpacker::tile_row_bytes(all.scale_form);
+            tiles[t] = Unpacker::template load_tile<T>(place, all.scale_form);
           }
         }
         const StepCodes<Unpacker> codes(from.codes, step, lane);
@@ -200,10 +220,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
           if constexpr (kGroups > 1) load_x(b, group, k_block, step);
 #pragma unroll
           for (int t = 0; t < 2; ++t) ptx::mma_16x8x16<T>(part[t][group], a[t], b[0], b[1]);
+          if constexpr (kHasMinimum<Unpacker>) {
+            ptx::mma_16x8x16<T>(x_sums.of[group], ones, b[0], b[1]);
+          }
           if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
         }
         if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
-        add_scaled<Unpacker, kGroups>(sums, part, from.extra, g, k_group, all.scale_form);
+        add_scaled<Unpacker, T, kGroups>(sums, part, x_sums, from.extra, g, k_group,
+                                         all.scale_form);
       }
       if (loads < num_loads) {
         __syncwarp();  // all lanes have read the stage

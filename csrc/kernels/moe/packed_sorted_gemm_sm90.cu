@@ -28,7 +28,7 @@ struct PackedSortedArgs {
   const char* blocks;  // of expert 0
   int64_t stride;      // bytes from one expert to the next
   int block_bytes;
-  bool scale_form;
+  uint8_t scale_form;
 };
 
 template <typename Unpacker, int kGroups>
@@ -117,11 +117,15 @@ void packed_sorted_gemm_sm90(const Context& ctx, const PackedSortedGemmParams& p
                         .scale_form = scale_form(p.w.layout)};
   args.all.k_blocks = static_cast<int>(p.w.k_blocks());
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
-    dispatch_int<64, 128>("rows of a tile", rows_of_tile(p.rows), [&](auto rows) {
+    const int rows = has_small_tiles(p.w.layout) ? 64 : rows_of_tile(p.rows);
+    dispatch_int<64, 128>("rows of a tile", rows, [&](auto constant) {
       using T = decltype(t);
-      constexpr int kGroups = decltype(rows)::value / 8;
+      constexpr int kGroups = decltype(constant)::value / 8;
       dispatch_unpacker(p.w.layout, [&](auto unpacker) {
-        launch_sorted<T, kGroups, decltype(unpacker)>(ctx, p.rows, args);
+        using Unpacker = decltype(unpacker);
+        if constexpr (kGroups == 8 || !kHasSmallTiles<Unpacker>) {
+          launch_sorted<T, kGroups, Unpacker>(ctx, p.rows, args);
+        }
       });
     });
   });

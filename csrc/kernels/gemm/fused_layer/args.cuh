@@ -65,7 +65,8 @@ struct alignas(64) GemmArgs : WeightBlocks {
   // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
   // rotary_kv follows, so that a lane holds both elements of a rotated pair.
   int rope_pair_stride = 1;
-  bool scale_form, gated;
+  uint8_t scale_form;
+  bool gated;
 };
 
 // rotary_kv after the last GEMM.

@@ -64,7 +64,8 @@ struct PackedMainloop {
   __device__ __forceinline__ void accumulate_block(float (&sums)[2][kGroups][4], uint32_t rows,
                                                    uint32_t weights, F poll, G release) const {
     cuda::accumulate_block<Mma, Unpacker, T, kGroups>(sums, rows, weights, lane_rows, lane_weights,
-                                                      scale_form != 0, poll, release);
+                                                      static_cast<uint8_t>(scale_form), poll,
+                                                      release);
   }
 };
 

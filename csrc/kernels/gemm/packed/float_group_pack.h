@@ -43,11 +43,6 @@ inline void check_float_group_pack(const FloatGroupPackParams& p) {
         "float_group_pack: {} interleaved rows, expected all {} of a gated W", n, p.w.n);
 }
 
-// The row of the part that is row `row` of W in the checkpoint's order.
-constexpr int64_t part_row(int64_t row, int64_t first_row, bool interleaved, int64_t n) {
-  return interleaved ? row % (n / 2) * 2 + row / (n / 2) : row - first_row;
-}
-
 REGISTER_OP(float_group_pack, FloatGroupPackParams)
 
 }  // namespace cpmcu

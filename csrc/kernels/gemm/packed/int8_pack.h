@@ -12,7 +12,11 @@ struct Int8PackParams {
   // The dtype tells the form: uint8 [n, K] holds q, int8 [n, K] holds q - 128, int32 [K / 4, n]
   // holds q with k = 4 row + i in byte i.
   Tensor codes;
-  Tensor scales;            // the layout's scale_dtype, [n or 1, G]; beside int32 [G, n]
+  Tensor scales;  // the layout's scale_dtype, [n or 1, G]; beside int32 [G, n]
+  // If W has zero points, int32 words of four bytes: [G, n / 4] beside int32, byte i is n = 4
+  // column + i; else [n / 4, G], byte i is n = 4 row + i.
+  Tensor zeros{};
+  int zero_offset = 0;      // added to the bytes, modulo 256
   int64_t first_row = 0;    // in the checkpoint's order; a multiple of 8
   int64_t k_per_scale = 0;  // a multiple of W's groups of 32, or at least K
 };
@@ -40,6 +44,14 @@ inline void check_int8_pack(const Int8PackParams& p) {
         "int8_pack: scales are {} {}, expected {}, one for {} k of [{}, {}]",
         name_of(p.scales.dtype()), p.scales.shape_text(), name_of(p.w.layout.scale_dtype),
         p.k_per_scale, n, k);
+  const Tensor& zeros = p.zeros;
+  CHECK(zeros.empty() == !p.w.layout.zero_points &&
+            (zeros.empty() ||
+             (zeros.num_dims() == 2 && zeros.dtype() == DType::kI32 &&
+              zeros.size(words ? 0 : 1) == groups && zeros.size(words ? 1 : 0) == n / 4)),
+        "int8_pack: zero points are {} {}, and W has {}; expected int32 words, four of [{}, {}]",
+        name_of(zeros.dtype()), zeros.shape_text(), p.w.layout.zero_points ? "some" : "none", n,
+        groups);
 }
 
 REGISTER_OP(int8_pack, Int8PackParams)

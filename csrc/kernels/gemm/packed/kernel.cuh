@@ -54,6 +54,9 @@ template <typename Mma, typename T,  // __half or __nv_bfloat16
           typename Unpacker>
 __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     packed_gemm_kernel(const __grid_constant__ PackedGemmArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only packed_gemm_sm90.cu's kernels run there
+  if constexpr (!Mma::kTensorMap) return;
+#endif
   extern __shared__ __align__(1024) char shared[];
   using Ring = PackedRing<Unpacker, kGroups>;
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
@@ -238,10 +241,14 @@ template <template <int> typename MmaOf>
 void launch_packed_rows(const Context& ctx, const PackedLayout& layout, DType dtype,
                         const PackedGemmArgs& args) {
   dispatch_half(dtype, [&](auto t) {
-    dispatch_int<1, 2, 4, 8>("groups of rows", row_groups(args.m), [&](auto groups) {
-      constexpr int kGroups = decltype(groups)::value;
+    const int groups = row_groups_of(layout, args.m);
+    dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+      constexpr int kGroups = decltype(constant)::value;
       dispatch_unpacker(layout, [&](auto unpacker) {
-        launch_packed_kernel<MmaOf<kGroups>, decltype(t), kGroups, decltype(unpacker)>(ctx, args);
+        using Unpacker = decltype(unpacker);
+        if constexpr (kHasRows<Unpacker, kGroups>) {
+          launch_packed_kernel<MmaOf<kGroups>, decltype(t), kGroups, Unpacker>(ctx, args);
+        }
       });
     });
   });

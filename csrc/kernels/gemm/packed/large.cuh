@@ -16,6 +16,14 @@ constexpr int kHalfCodes = kScaleOffset<Unpacker> / 2;
 template <typename Unpacker>
 constexpr int kHalfBytes = kHalfCodes<Unpacker> + (Unpacker::kExtraBytes / 2 + 511) / 512 * 512;
 
+// Of K-quants there are kernels with tiles of 64 rows of x only. With a minimum, registers would
+// not hold the sums of 128.
+template <typename Unpacker>
+constexpr bool kHasSmallTiles = std::is_same_v<Unpacker, K4> || std::is_base_of_v<K8, Unpacker>;
+inline bool has_small_tiles(const PackedLayout& layout) {
+  return layout.codes == Codes::kK4 || layout.codes == Codes::kK8;
+}
+
 // Tiles have 8 kGroups rows of x.
 template <typename Unpacker, int kGroups, int kOutBytes, int kBudget = kRingBytes>
 struct PackedLargeRing
@@ -39,16 +47,17 @@ struct PackedLargeRing
 // block; half of the rows of x, for both CTAs.
 template <typename Unpacker, typename Ring>
 __device__ __forceinline__ void copy_half_block(const Ring& ring, int stage, const char* block,
-                                                int rank, bool form, uint64_t policy) {
-  constexpr int kCodes = kHalfCodes<Unpacker>, kTiles = Unpacker::kTileBytes / 2;
+                                                int rank, uint8_t form, uint64_t policy) {
+  constexpr int kCodes = kHalfCodes<Unpacker>;
   const int scale_bytes = Unpacker::scale_bytes(form) / 2;
+  const int tile_bytes = Unpacker::tile_bytes(form) / 2;
   const auto copy = [&](uint32_t to, int offset, int bytes) {
     ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
   };
-  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + kTiles);
+  ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + tile_bytes);
   copy(ring.codes(stage), 0, kCodes);
   copy(ring.scales(stage), kScaleOffset<Unpacker>, scale_bytes);
-  if constexpr (kTiles > 0) copy(ring.tiles(stage), Unpacker::kTileOffset, kTiles);
+  if (tile_bytes > 0) copy(ring.tiles(stage), Unpacker::kTileOffset, tile_bytes);
 }
 template <typename Ring>
 __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, const TensorMap* x_map,
@@ -74,24 +83,31 @@ struct HalfBlockRows {
 template <typename Unpacker, typename T>
 struct HalfBlockFragment {
   float scale[2];
+  [[maybe_unused]] float minimum[2];
   typename Unpacker::template Tile<T> tile;
   typename Unpacker::Fragment codes[4][2];
 
   template <typename Ring>
   __device__ __forceinline__ void load_group(const Ring& ring, int stage, const HalfBlockRows& rows,
-                                             bool form, int k_group) {
-    const int place = Unpacker::scale_place(rows.first, form) + 2 * k_group;
+                                             uint8_t form, int k_group) {
+    const int place = Unpacker::scale_place(rows.first, form);
     const int step = Unpacker::scale_step(form);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      scale[half] = Unpacker::load_scale(ring.scales(stage) + place + half * step, form);
+      scale[half] = Unpacker::load_scale(ring.scales(stage) + place + half * step, k_group, form);
     }
-    tile = Unpacker::template load_tile<T>(ring.tiles(stage) +
-                                           rows.first * Unpacker::kTileRowBytes + k_group);
+    const int tile_place = rows.first * Unpacker::tile_row_bytes(form);
+    tile = Unpacker::template load_tile<T>(ring.tiles(stage) + tile_place + k_group, form);
+    if constexpr (kHasMinimum<Unpacker>) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        minimum[half] = Unpacker::load_min(ring.tiles(stage) + tile_place + half * step, k_group);
+      }
+    }
   }
   template <typename Ring>
   __device__ __forceinline__ void load(const Ring& ring, int stage, const HalfBlockRows& rows,
-                                       bool form) {
+                                       uint8_t form) {
     load_group(ring, stage, rows, form, 0);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
@@ -108,22 +124,26 @@ struct HalfBlockFragment {
 // to `sums`. Then releases the stage, which must have arrived before the call.
 template <typename T, typename Unpacker, typename Ring, int kGroups>
 __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const Ring& ring,
-                                               int stage, const HalfBlockRows& rows, bool form,
+                                               int stage, const HalfBlockRows& rows, uint8_t form,
                                                uint32_t peer_empty) {
   HalfBlockFragment<Unpacker, T> w;
   w.load(ring, stage, rows, form);
   float part[1][kGroups][4];
+  [[maybe_unused]] XSums<Unpacker, T, kGroups> x_sums;
   const auto add = [&] {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
+        if constexpr (kHasMinimum<Unpacker>) {
+          sums[group][i] = __fmaf_rn(-w.minimum[i / 2], x_sums.of[group][i], sums[group][i]);
+        }
       }
     }
   };
-  WgmmaOf<1>::multiply_fragments<T, kGroups, Unpacker::kScaleSteps>(
-      part, ring.rows(stage),
+  WgmmaOf<1>::multiply_fragments<Unpacker, T, kGroups>(
+      part, x_sums, ring.rows(stage),
       [&](uint32_t (&a)[4], int pair, int step, int) {
         Unpacker::template unpack<T>(a, w.codes[pair][step], w.tile, 2 * pair + step);
       },

@@ -5,6 +5,8 @@
 //   kInt8    (q - 128) * scale                     scales [256][4], 16 bits
 //   kE4m3    e4m3(q) * scale                       scales [256 / scale_rows], float32
 //   kE2m1    e2m1(q) * group scale * scale         scales [32], float32; group scales
+//   kK4      d s q - e m                           records [256]; of minima [256]
+//   kK8      d s (q - 128) - e m                   the same; without a minimum, records only
 //   kOther   what `decode` says: a layout from outside, on the CPU only
 //
 // int4 with two planes has 8 bits: the first K columns hold the high nibbles with 16 times the
@@ -18,6 +20,10 @@
 // are the codes. A code times a group scale is exact in 16 bits. kE4m3 may have them
 // too.
 //
+// K-quants of llama.cpp have scales of two levels. The record of a row has d, float16, and a byte s
+// for each group of k: 32 k (kK4), or 16 (kK8, where s is signed). A record of minima has e and the
+// bytes m likewise. d s and e m are exact in float32.
+//
 // To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it
 // needs), and a line in dispatch_unpacker.
 #pragma once
@@ -29,7 +35,7 @@ namespace cpmcu {
 constexpr int kPackedRows = 256;  // of a weight block
 constexpr int kPackedK = 128;
 
-enum class Codes : uint8_t { kInt4, kInt8, kE4m3, kE2m1, kOther };
+enum class Codes : uint8_t { kInt4, kInt8, kE4m3, kE2m1, kK4, kK8, kOther };
 
 struct PackedLayout {
   // Writes the 128 numbers of a row of a block; returns the factor of their sums.
@@ -37,16 +43,20 @@ struct PackedLayout {
 
   Codes codes = Codes::kInt4;
   int planes = 1;
-  bool zero_points = false;         // kInt4 only
+  bool zero_points = false;         // kInt4; kInt8
+  bool minimum = false;             // kK4: true; kK8
   DType scale_dtype = DType::kF16;  // kInt4, kInt8: or kBF16
   int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
-  int group = 0;                    // k of a group: 0 (128), 32, and of kE2m1 16
+  int group = 0;                    // k of a group: 0 (128), 32, and of kE2m1 and kK8 16
   int64_t other_block_bytes = 0;    // kOther only
   Decode decode = nullptr;          // kOther only
 
-  int bits() const { return codes == Codes::kInt4 || codes == Codes::kE2m1 ? 4 : 8; }
+  int bits() const {
+    return codes == Codes::kInt4 || codes == Codes::kE2m1 || codes == Codes::kK4 ? 4 : 8;
+  }
   int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
   int groups() const { return group == 0 ? 1 : kPackedK / group; }  // of a row of a block
+  int record_bytes() const { return 2 + groups(); }                 // kK4, kK8
   int64_t block_bytes() const {
     switch (codes) {
       case Codes::kInt4:
@@ -56,6 +66,9 @@ struct PackedLayout {
       case Codes::kE2m1:
         return code_bytes() + 4 * kPackedRows / scale_rows +
                (group == 0 ? 0 : kPackedRows * groups());
+      case Codes::kK4:
+      case Codes::kK8:
+        return code_bytes() + (minimum ? 2 : 1) * kPackedRows * record_bytes();
       case Codes::kOther:
         break;
     }
@@ -64,7 +77,7 @@ struct PackedLayout {
   // Whether one launch of kernels can read both.
   bool unpacks_like(const PackedLayout& other) const {
     return codes == other.codes && planes == other.planes && zero_points == other.zero_points &&
-           group == other.group;
+           minimum == other.minimum && group == other.group;
   }
 };
 

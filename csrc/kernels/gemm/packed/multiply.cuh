@@ -26,16 +26,18 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kPackedK + 64, 0, barrier);
 }
 
+template <int kGroups>
+__device__ __forceinline__ void clear(float (&sums)[kGroups][4]) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[group][i] = 0;
+  }
+}
 template <int kTiles, int kGroups>
 __device__ __forceinline__ void clear(float (&sums)[kTiles][kGroups][4]) {
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[t][group][i] = 0;
-    }
-  }
+  for (int t = 0; t < kTiles; ++t) clear(sums[t]);
 }
 
 // Multiplication policy with mma.sync: a weight block by the rows of x of the same stage.
@@ -46,12 +48,13 @@ struct MmaSync {
   template <int kGroups>
   using LaneRows = cuda::LaneRows<kGroups>;
 
-  // `part` and `tiles` are those of a group of k; `next_group` is called after each but the last.
+  // `part`, `x_sums` and `tiles` are those of a group of k; `next_group` is called after each but
+  // the last.
   template <typename Unpacker, typename T, int kGroups, typename N, typename F>
   static __device__ __forceinline__ void multiply(
-      float (&part)[2][kGroups][4], int, uint32_t weights, uint32_t rows,
-      const LaneRows<kGroups>& lane_rows, const typename Unpacker::template Tile<T> (&tiles)[2],
-      N next_group, F meanwhile) {
+      float (&part)[2][kGroups][4], XSums<Unpacker, T, kGroups>& x_sums, int, uint32_t weights,
+      uint32_t rows, const LaneRows<kGroups>& lane_rows,
+      const typename Unpacker::template Tile<T> (&tiles)[2], N next_group, F meanwhile) {
     // Codes and rows of x of two k steps. They are loaded while the previous two k steps are
     // multiplied.
     CodePair<Unpacker> codes[2];
@@ -78,6 +81,7 @@ struct MmaSync {
     };
     fetch(0);
     clear(part);
+    if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       if (pair < 3) fetch(pair + 1);
@@ -91,6 +95,15 @@ struct MmaSync {
           for (int group = 0; group < kGroups; ++group) {
             const auto& x = b[pair % 2][step][group];
             ptx::mma_16x8x16<T>(part[t][group], a, x[0], x[1]);
+          }
+        }
+        if constexpr (kHasMinimum<Unpacker>) {
+          uint32_t ones[4];
+          x_sums.make_ones(ones);
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const auto& x = b[pair % 2][step][group];
+            ptx::mma_16x8x16<T>(x_sums.of[group], ones, x[0], x[1]);
           }
         }
         const int done = 2 * pair + step + 1;
@@ -108,7 +121,7 @@ struct LaneWeights {
   uint32_t codes = threadIdx.x / 32 * kWarpTileBytes<Unpacker> + threadIdx.x % 32 * 16;
   uint32_t scale;
 
-  __device__ __forceinline__ explicit LaneWeights(bool form)
+  __device__ __forceinline__ explicit LaneWeights(uint8_t form)
       : scale(kScaleOffset<Unpacker> + Unpacker::scale_place(row(), form)) {
     ptx::opaque(codes);  // so they are not recomputed for every block
     ptx::opaque(scale);
@@ -116,11 +129,10 @@ struct LaneWeights {
   static __device__ __forceinline__ int row() {
     return threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4;
   }
-  // The offset of what the row's Tile is made from. A scale of a layout with zero points has two
-  // bytes.
-  __device__ __forceinline__ uint32_t tile() const {
-    if constexpr (Unpacker::kTileRowBytes > 1) {
-      return Unpacker::kTileOffset + row() * Unpacker::kTileRowBytes;
+  // The offset of what the row's Tile is made from. Beside each zero point is a scale of two bytes.
+  __device__ __forceinline__ uint32_t tile(uint8_t form) const {
+    if constexpr (Unpacker::kScaleBytes != 2 * Unpacker::kTileBytes) {
+      return Unpacker::kTileOffset + row() * Unpacker::tile_row_bytes(form);
     }
     return Unpacker::kTileOffset + (scale - kScaleOffset<Unpacker>) / 2;
   }
@@ -133,8 +145,9 @@ template <typename Mma, typename Unpacker, typename T, int kGroups, typename F, 
 __device__ __forceinline__ void accumulate_block(
     float (&sums)[2][kGroups][4], uint32_t rows, uint32_t block,
     const typename Mma::template LaneRows<kGroups>& lane_rows, const LaneWeights<Unpacker>& lane,
-    bool form, F poll, G release) {
+    uint8_t form, F poll, G release) {
   float scale[2][2];
+  [[maybe_unused]] float minimum[2][2];
   typename Unpacker::template Tile<T> tiles[2];
   const auto load_group = [&](int k_group) {
 #pragma unroll
@@ -142,10 +155,13 @@ __device__ __forceinline__ void accumulate_block(
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int step = Unpacker::scale_step(form) * (2 * t + half);
-        scale[t][half] = Unpacker::load_scale(block + lane.scale + step + 2 * k_group, form);
+        scale[t][half] = Unpacker::load_scale(block + lane.scale + step, k_group, form);
+        if constexpr (kHasMinimum<Unpacker>) {
+          minimum[t][half] = Unpacker::load_min(block + lane.tile(form) + step, k_group);
+        }
       }
-      tiles[t] = Unpacker::template load_tile<T>(block + lane.tile() +
-                                                 t * 16 * Unpacker::kTileRowBytes + k_group);
+      const int tile_step = t * 16 * Unpacker::tile_row_bytes(form) + k_group;
+      tiles[t] = Unpacker::template load_tile<T>(block + lane.tile(form) + tile_step, form);
     }
   };
   load_group(0);
@@ -153,6 +169,7 @@ __device__ __forceinline__ void accumulate_block(
 #pragma unroll
   for (int first = 0; first < 2; first += Mma::kTiles) {
     float part[Mma::kTiles][kGroups][4];
+    [[maybe_unused]] XSums<Unpacker, T, kGroups> x_sums;
     const auto add = [&] {
 #pragma unroll
       for (int t = 0; t < Mma::kTiles; ++t) {
@@ -162,6 +179,9 @@ __device__ __forceinline__ void accumulate_block(
           for (int i = 0; i < 4; ++i) {
             float& sum = sums[first + t][group][i];
             sum = __fmaf_rn(scale[first + t][i / 2], part[t][group][i], sum);
+            if constexpr (kHasMinimum<Unpacker>) {
+              sum = __fmaf_rn(-minimum[first + t][i / 2], x_sums.of[group][i], sum);
+            }
           }
         }
       }
@@ -169,12 +189,13 @@ __device__ __forceinline__ void accumulate_block(
     const auto next_group = [&](int k_group) {
       add();
       clear(part);
+      if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
       load_group(k_group);
     };
     const bool is_last = first + Mma::kTiles == 2;
     if (Unpacker::kScaleSteps < 8 && first > 0) load_group(0);
-    Mma::template multiply<Unpacker, T, kGroups>(part, first, block + lane.codes, rows, lane_rows,
-                                                 tiles, next_group, [&] {
+    Mma::template multiply<Unpacker, T, kGroups>(part, x_sums, first, block + lane.codes, rows,
+                                                 lane_rows, tiles, next_group, [&] {
                                                    if (is_last) poll();
                                                  });
     if (is_last) release();

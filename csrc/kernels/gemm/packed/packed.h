@@ -52,6 +52,12 @@ constexpr int64_t gated_row(int64_t n, int64_t row) {
   return row < n ? row / 8 % 2 * (n / 2) + row / 16 * 8 + row % 8 : row;
 }
 
+// The row of a part of W, from `first_row` on, that is row `row` in the checkpoint's order.
+// `interleaved`: the part is all of a gated W, and its rows of gate and of up alternate.
+constexpr int64_t part_row(int64_t row, int64_t first_row, bool interleaved, int64_t n) {
+  return interleaved ? row % (n / 2) * 2 + row / (n / 2) : row - first_row;
+}
+
 // Quantises dense rows to 15 levels (two planes: 239), with one scale for 128 k of a row: the
 // largest magnitude / 7 (/ 119). w is int4 without zero points. If there is an index, row i of W is
 // row index[i] of x.
@@ -96,14 +102,19 @@ inline void check_packed_weight(const PackedWeight& w) {
   CHECK(of.scale_rows == 1 || of.scale_rows == 8,
         "{} rows of a packed W share a scale, expected 1 or 8", of.scale_rows);
   const bool integers = of.codes == Codes::kInt4 || of.codes == Codes::kInt8;
+  const bool two_levels = of.codes == Codes::kK4 || of.codes == Codes::kK8;
   const bool grouped =
-      of.group == 32 || (of.codes == Codes::kE2m1 ? of.group == 16 : of.group == 0);
-  CHECK(grouped && (of.group == 0 || integers || of.scale_rows == 8) &&
-            (of.codes != Codes::kInt8 || (of.group == 32 && !of.zero_points)) &&
-            (of.planes == 1 || of.group == 0),
+      two_levels ? of.group == (of.codes == Codes::kK4 ? 32 : 16)
+                 : of.group == 32 || (of.codes == Codes::kE2m1 ? of.group == 16 : of.group == 0);
+  CHECK(grouped && (of.group == 0 || integers || two_levels || of.scale_rows == 8) &&
+            (of.codes != Codes::kInt8 || of.group == 32) && (of.planes == 1 || of.group == 0),
         "{} k and {} rows of a packed W of {} bits share a scale; expected 32 k, or 16 of 4-bit "
-        "floats, and 8 rows of floats",
+        "floats and 8-bit K-quants, and 8 rows of floats",
         of.group, of.scale_rows, of.bits());
+  CHECK(two_levels ? of.minimum || of.codes == Codes::kK8 : !of.minimum,
+        "a packed W of {} bits has {}, expected a minimum of 4-bit K-quants, and of no other "
+        "integers",
+        of.bits(), of.minimum ? "a minimum" : "none");
   CHECK(!w.gated || w.n % 16 == 0, "a gated packed W has {} rows, expected a multiple of 16", w.n);
 }
 

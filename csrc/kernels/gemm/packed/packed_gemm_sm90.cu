@@ -19,7 +19,7 @@ using HopperMma = std::conditional_t<kGroups <= 2, MappedMmaSync, WgmmaOf<2>>;
 
 void packed_gemm_sm90(const Context& ctx, const PackedLayout& layout, DType dtype,
                       PackedGemmArgs args) {
-  args.x_map = make_map(args.x, args.m, args.k, dtype, 8 * row_groups(args.m));
+  args.x_map = make_map(args.x, args.m, args.k, dtype, 8 * row_groups_of(layout, args.m));
   launch_packed_rows<HopperMma>(ctx, layout, dtype, args);
 }
 

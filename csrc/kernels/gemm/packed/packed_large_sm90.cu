@@ -173,11 +173,15 @@ bool packed_gemm_large_sm90(const Context& ctx, const PackedLayout& layout, DTyp
   const double by_64 = time_of_tiles(ctx, args, 64), by_128 = time_of_tiles(ctx, args, 128);
   if (time_of_passes(args) < std::min(by_64, by_128)) return false;
   dispatch_half(dtype, [&](auto t) {
-    dispatch_int<8, 16>("groups of rows", by_64 < by_128 ? 8 : 16, [&](auto groups) {
+    const int groups = by_64 < by_128 || has_small_tiles(layout) ? 8 : 16;
+    dispatch_int<8, 16>("groups of rows", groups, [&](auto constant) {
       using T = decltype(t);
-      constexpr int kGroups = decltype(groups)::value;
+      constexpr int kGroups = decltype(constant)::value;
       dispatch_unpacker(layout, [&](auto unpacker) {
-        launch_large<T, kGroups, decltype(unpacker)>(ctx, dtype, args);
+        using Unpacker = decltype(unpacker);
+        if constexpr (kGroups == 8 || !kHasSmallTiles<Unpacker>) {
+          launch_large<T, kGroups, Unpacker>(ctx, dtype, args);
+        }
       });
     });
   });

@@ -15,10 +15,8 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/gemm/packed/block.cuh"
-#include "kernels/gemm/packed/code8_pack.cuh"
-#include "kernels/gemm/packed/float_group_pack.cuh"
+#include "kernels/gemm/packed/dequantize_numbers.cuh"
 #include "kernels/gemm/packed/int4_pack.h"
-#include "kernels/gemm/packed/int8_pack.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -380,14 +378,7 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
 
 void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params) {
   check_packed_dequantize(params);
-  const PackedLayout& layout = params.w.layout;
-  if (layout.codes == Codes::kInt8) return dequantize_int8(ctx, params);
-  if (layout.codes == Codes::kE4m3 && layout.group == 0) return dequantize_e4m3(ctx, params);
-  if (layout.codes == Codes::kE4m3 || layout.codes == Codes::kE2m1) {
-    return dequantize_float_groups(ctx, params);
-  }
-  CHECK(params.w.layout.codes == Codes::kInt4,
-        "packed_dequantize: a layout from outside has no CUDA kernels");
+  if (params.w.layout.codes != Codes::kInt4) return dequantize_numbers(ctx, params);
   const PackedWeight& w = params.w;
   const int64_t rows = params.out.size(0);
   const DequantizeArgs args{.out = params.out.data(),

@@ -28,7 +28,8 @@ struct PackedGemmArgs {
   int stages;
   // Weight blocks requested before x arrives: to stages, and further ones to L2.
   int early_stages, early_l2_blocks;
-  bool scale_form, float_out, gated;
+  uint8_t scale_form;
+  bool float_out, gated;
   float alpha, beta;
 };
 

@@ -24,12 +24,17 @@ struct WgmmaOf {
   // step `step` of the pair `pair` of steps, and of m16 tile i. kSteps of them, 1 or 2, are
   // multiplied at a time. `part` is that of a group of kScaleSteps k steps; `next_group` is called
   // after each group but the last. Calls `meanwhile` when all wgmma are issued.
-  template <typename T, int kGroups, int kScaleSteps, int kSteps = 2, typename Unpack, typename N,
-            typename F>
+  template <typename Unpacker, typename T, int kGroups, int kMostSteps = 2, typename Unpack,
+            typename N, typename F>
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
+                                                            XSums<Unpacker, T, kGroups>& x_sums,
                                                             uint32_t rows, Unpack unpack_to,
                                                             N next_group, F meanwhile) {
+    constexpr int kScaleSteps = Unpacker::kScaleSteps;
+    constexpr int kSteps = kScaleSteps < kMostSteps ? kScaleSteps : kMostSteps;
     static_assert(kScaleSteps % kSteps == 0);
+    [[maybe_unused]] uint32_t ones[4];
+    if constexpr (kHasMinimum<Unpacker>) x_sums.make_ones(ones);
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
     // Steps are unpacked while those before are multiplied.
     uint32_t a[2][kSteps][kTiles][4];
@@ -53,6 +58,10 @@ struct WgmmaOf {
           ptx::wgmma_64xNx16<T, kGroups>(part[i], fragments[step][i], x + step * 2,
                                          (first + step) % kScaleSteps > 0);
         }
+        if constexpr (kHasMinimum<Unpacker>) {
+          ptx::wgmma_64xNx16<T, kGroups>(x_sums.of, ones, x + step * 2,
+                                         (first + step) % kScaleSteps > 0);
+        }
       }
       ptx::wgmma_commit();
       const int done = first + kSteps;
@@ -71,17 +80,17 @@ struct WgmmaOf {
   // issued.
   template <typename Unpacker, typename T, int kGroups, typename N, typename F>
   static __device__ __forceinline__ void multiply(
-      float (&part)[kTiles][kGroups][4], int first_tile, uint32_t weights, uint32_t rows,
-      const LaneRows<kGroups>&, const typename Unpacker::template Tile<T> (&tiles)[2], N next_group,
-      F meanwhile) {
+      float (&part)[kTiles][kGroups][4], XSums<Unpacker, T, kGroups>& x_sums, int first_tile,
+      uint32_t weights, uint32_t rows, const LaneRows<kGroups>&,
+      const typename Unpacker::template Tile<T> (&tiles)[2], N next_group, F meanwhile) {
     CodePair<Unpacker> codes[4];
     const auto load = [&](int pair) { codes[pair].load(weights + pair * kPairBytes<Unpacker>); };
     constexpr bool kLean = kGroups == 16;  // few registers are left beside the sums
     constexpr int kAhead = kLean ? 1 : kGroups == 8 && Unpacker::kBits == 8 ? 2 : 4;
 #pragma unroll
     for (int pair = 0; pair < kAhead; ++pair) load(pair);
-    multiply_fragments<T, kGroups, Unpacker::kScaleSteps, kLean ? 1 : 2>(
-        part, rows,
+    multiply_fragments<Unpacker, T, kGroups, kLean ? 1 : 2>(
+        part, x_sums, rows,
         [&](uint32_t (&a)[4], int pair, int step, int i) {
           const int t = first_tile + i;
           Unpacker::template unpack<T>(a, codes[pair].at(step, t), tiles[t], 2 * pair + step);
