@@ -9,7 +9,6 @@ At run time a draft head reads the target's own text, not the corpus. The file h
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from trainer import Batches, TrainConfig
 from transformers import Cache
+
+from cpmcu.loading.model_files import model_files
+from cpmcu.shipped import packaged_model
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
@@ -79,14 +81,24 @@ def continue_prompts(
 
 def eos_id(directory: Path) -> int | None:
     """Returns the first end-of-sequence id of a model's config.json."""
-    eos = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    eos = model_files(directory).json("config.json").get("eos_token_id")
     return eos[0] if isinstance(eos, list) else eos
+
+
+def model_path(name: str) -> Path:
+    """The folder or GGUF file that `name` means: a path, or a package with a GGUF file."""
+    return packaged_model(name) or Path(name)
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of programs that read a target and a text."""
     add_corpus_arguments(parser)
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    parser.add_argument(
+        "--target",
+        type=model_path,
+        required=True,
+        help="folder, GGUF file or package",
+    )
     parser.add_argument(
         "--special-text",
         action="store_true",
@@ -104,7 +116,8 @@ def load_target(args: argparse.Namespace) -> tuple[Target, Tokenizer, TextFormat
     default = "float32" if args.device == "cpu" else "bfloat16"
     dtype = getattr(torch, args.target_dtype or default)
     target = load_pretrained(args.target, args.device, dtype)
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    build = model_files(args.target).build_tokenizer
+    tokenizer = build() if build else Tokenizer.from_file(str(args.target / "tokenizer.json"))
     return target, tokenizer, TextFormat.of(tokenizer, eos_id(args.target), args.special_text)
 
 

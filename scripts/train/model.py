@@ -35,6 +35,7 @@ from transformers import (
 from transformers.utils import logging
 
 from cpmcu.convert.rounding import dequantize_state
+from cpmcu.loading.model_files import is_gguf, model_files
 
 FAMILIES = ("llama", "mistral", "minicpm", "qwen2", "qwen3")
 # Keys of config.json with the same meaning in every family.
@@ -190,7 +191,14 @@ class Target:
 
 
 def read_state(directory: Path) -> dict[str, Tensor]:
-    """Reads the tensors of all safetensors files. GPTQ's 4-bit weights become float32."""
+    """Reads the tensors of all safetensors files or of a GGUF file, GPTQ's as float32."""
+    if is_gguf(directory):
+        checkpoint = model_files(directory).decoded().checkpoint()
+        arrays = {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
+        return {
+            name: torch.from_numpy(array).view(getattr(torch, checkpoint.tensors[name].meta.dtype))
+            for name, array in arrays.items()
+        }
     state: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         state |= load_file(path)
@@ -205,9 +213,9 @@ def read_state(directory: Path) -> dict[str, Tensor]:
 def load_pretrained(
     directory: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Target:
-    """Loads a Hugging Face directory with `read_state`. Its parameters are frozen."""
+    """Loads a Hugging Face directory or a GGUF file. Its parameters are frozen."""
     directory = Path(directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = model_files(directory).decoded().json("config.json")
     config.pop("quantization_config", None)
     state = read_state(directory)
     # A checkpoint without tie_word_embeddings and without a head is tied.

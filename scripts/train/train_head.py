@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import processes
 import torch
 import torch.nn.functional as F
 from continue_text import add_target_arguments, load_target
@@ -48,8 +49,12 @@ class Distillation(nn.Module):
         depth: int = 5,
         step_weight: float = 0.8,
         feature_weight: float = 0.0,
+        label_temperature: float = 1.0,
     ) -> None:
-        """Step s has weight step_weight^s. feature_weight: of smooth L1 to the hidden state."""
+        """Step s has weight step_weight^s. feature_weight: of smooth L1 to the hidden state.
+
+        label_temperature: of the distribution that is learnt.
+        """
         super().__init__()
         if feature_weight and head.kind != "eagle2":
             raise ValueError("only an eagle2 head imitates the target's hidden states")
@@ -58,6 +63,7 @@ class Distillation(nn.Module):
         self.depth = depth
         self.step_weight = step_weight
         self.feature_weight = feature_weight
+        self.label_temperature = label_temperature
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of ids and targets [B, T]; targets are one token later.
@@ -70,7 +76,8 @@ class Distillation(nn.Module):
         whole = torch.cat((ids, targets[:, -1:]), dim=1)  # [B, T + 1]
         with torch.no_grad():
             output = target(whole, aux_layers=head.aux_layers)
-            wanted = torch.softmax(output.logits[:, 1:].float(), dim=-1)
+            logits = output.logits[:, 1:].float() / self.label_temperature
+            wanted = torch.softmax(logits, dim=-1)
             wanted = head.in_draft_vocabulary(wanted)
             later = output.hidden[:, 1:]
             now = replace(
@@ -211,13 +218,23 @@ def parse_arguments() -> argparse.Namespace:
     add_out_arguments(parser)
     parser.add_argument("--kind", choices=("eagle2", "eagle3", "mtp"), default="eagle2")
     parser.add_argument(
-        "--generated", type=Path, help="token file of continue_text.py, added to the training text"
+        "--generated",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="token files of continue_text.py or chat_text.py, added to the training text",
     )
     parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
     parser.add_argument("--depth", type=int, default=5, help="steps of the unrolled training")
     parser.add_argument("--step-weight", type=float, default=0.8, help="loss of step s: this^s")
     parser.add_argument(
         "--feature-weight", type=float, default=0.0, help="smooth L1 to the hidden states (eagle2)"
+    )
+    parser.add_argument(
+        "--label-temperature",
+        type=float,
+        default=1.0,
+        help="of the target's distribution that is learnt; lower: more of its first choice",
     )
     shape = parser.add_argument_group("head (default: as the target's layers)")
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -248,8 +265,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    rank = processes.join()
     args = parse_arguments()
-    check_out(args, args.target, args.generated)
+    if rank == 0:
+        check_out(args, args.target, *args.generated)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     target, tokenizer, form = load_target(args)
@@ -259,16 +278,16 @@ def main() -> None:
         "learning_rate": rate,
         "final_learning_rate": args.final_learning_rate or rate / 30,
     }
-    config = TrainConfig(**values)
+    config = TrainConfig(**values | {"seed": args.seed + rank})
 
     train_documents, held_out = corpus_from_arguments(args)
-    stream = training_stream(tokenizer, train_documents, config.seed, form=form)
+    stream = training_stream(tokenizer, train_documents, args.seed, form=form)
     validation = plain_stream(tokenizer, held_out, form) if held_out else None
     print(
         f"{len(train_documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True
     )
-    if args.generated:
-        rows = np.load(args.generated)
+    for path in args.generated:
+        rows = np.load(path)
         starts = np.arange(len(rows), dtype=np.int64) * rows.shape[1]
         stream = stream + TokenStream(rows.reshape(-1).astype(np.uint32), starts)
         print(f"{rows.size / 1e6:.2f} M tokens that the target wrote", flush=True)
@@ -282,7 +301,7 @@ def main() -> None:
             target,
             counts,
             args.draft_vocab_size,
-            config.seed,
+            args.seed,
             args.modules,
             args.chained,
             not args.share_head,
@@ -291,10 +310,18 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from error
     head.to(target.device)
-    model = Distillation(head, target, args.depth, args.step_weight, args.feature_weight)
+    model = Distillation(
+        head,
+        target,
+        args.depth,
+        args.step_weight,
+        args.feature_weight,
+        args.label_temperature,
+    )
     hardware = "a CPU"
     if target.device.type == "cuda":
-        hardware = f"one {torch.cuda.get_device_name(target.device)}"
+        each = torch.cuda.get_device_name(target.device)
+        hardware = f"{processes.count()} x {each}" if processes.count() > 1 else f"one {each}"
     parameters = sum(p.numel() for p in head.parameters())
     print(f"{args.kind}: {parameters / 1e6:.2f} M parameters on {hardware}", flush=True)
 
@@ -328,11 +355,14 @@ def main() -> None:
         model,
         model.loss,
         stream,
-        validation,
+        validation if rank == 0 else None,
         config,
-        lambda report: save(report, head, {}, {}),
+        (lambda report: save(report, head, {}, {})) if rank == 0 else lambda report: None,
         stop_on_signals(),
     )
+    processes.leave()
+    if rank > 0:
+        return
     best = report.best_validation_loss
     loss = f"best held-out loss {best:.4f}, " if math.isfinite(best) else ""
     print(

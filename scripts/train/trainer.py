@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import processes
 import torch
 from corpus import TokenStream
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from transformers import (
 class TrainConfig:
     steps: int = 4000
     max_minutes: float = math.inf  # the schedule ends at `steps` or at this time
-    batch_size: int = 32  # windows per step
+    batch_size: int = 32  # windows per step, of each process
     seq_len: int = 2048
     learning_rate: float = 3e-3
     final_learning_rate: float = 1e-4
@@ -153,10 +154,13 @@ class Schedule:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.begin = config, time.perf_counter()
+        self.minutes = 0.0  # at the end of the last step, by the first process's clock
+        self.stopped = False
 
-    @property
-    def minutes(self) -> float:
-        return (time.perf_counter() - self.begin) / 60
+    def end_step(self, should_stop: bool, device: torch.device) -> None:
+        minutes = (time.perf_counter() - self.begin) / 60
+        seen = processes.from_first(-minutes if should_stop else minutes, device)
+        self.minutes, self.stopped = abs(seen), seen < 0
 
     def done(self, step: int) -> float:
         return max(step / self.config.steps, self.minutes / self.config.max_minutes)
@@ -179,22 +183,21 @@ class Reporter(TrainerCallback):
         schedule: Schedule,
         save: Callable[[Report], None],
         should_stop: Callable[[], bool],
+        device: torch.device,
     ) -> None:
-        self.config, self.schedule, self.save, self.should_stop = (
-            config,
-            schedule,
-            save,
-            should_stop,
-        )
+        self.config, self.schedule, self.device = config, schedule, device
+        self.save, self.should_stop = save, should_stop
         self.report = Report()
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any
     ) -> None:
+        self.schedule.end_step(self.should_stop(), self.device)
+        each = self.config.batch_size * self.config.seq_len
         self.report.steps = state.global_step
-        self.report.tokens = state.global_step * self.config.batch_size * self.config.seq_len
+        self.report.tokens = state.global_step * each * processes.count()
         self.report.minutes = self.schedule.minutes
-        if self.schedule.done(state.global_step) >= 1 or self.should_stop():
+        if self.schedule.done(state.global_step) >= 1 or self.schedule.stopped:
             control.should_training_stop = control.should_evaluate = control.should_log = True
 
     def on_log(
@@ -295,7 +298,8 @@ def train(
     model.train()
     optimizer = make_optimizer(model, config, fused=on_gpu)
     schedule = Schedule(config)
-    reporter = Reporter(config, schedule, save, should_stop)
+    processes.average_gradients(model.parameters())
+    reporter = Reporter(config, schedule, save, should_stop, device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = WindowTrainer(
             model,
