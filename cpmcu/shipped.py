@@ -11,8 +11,9 @@ _SHIPPED_DRAFTS = {  # target -> default draft
     "tiny-python-minicpm": "tiny-python-eagle2",
     "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
     "tiny-python-draft": "tiny-python-draft-eagle2",
+    CHAT_PACKAGE: "smollm2-eagle3",
 }
-_SHIPPED_BY_METHOD = {  # target -> method -> draft
+_SHIPPED_BY_METHOD: dict[str, dict[str, str]] = {  # target -> method -> draft
     target: {
         "eagle3": "tiny-python-eagle3",
         "hierarchical": "tiny-python-draft",
@@ -20,7 +21,7 @@ _SHIPPED_BY_METHOD = {  # target -> method -> draft
         "mtp": "tiny-python-mtp",
     }
     for target in ("tiny-python-minicpm", "tiny-python-minicpm-w4")
-}
+} | {CHAT_PACKAGE: {"eagle3": "smollm2-eagle3"}}
 
 
 def shipped_model() -> Path:
@@ -62,12 +63,18 @@ def chat_model() -> str | None:
 
 
 def shipped_draft(target: Path, method: str = "auto") -> Path | None:
-    """Directory of the shipped draft of this kind for a shipped `target`, else None."""
+    """The shipped draft of this kind for a shipped `target` or the chat package's, else None."""
     target = target.resolve()
-    name = _SHIPPED_DRAFTS.get(target.name)
+    if target.parent == ASSETS.resolve():
+        key = target.name
+    elif target.suffix == ".gguf" and (chat := packaged_model()) and chat.resolve() == target:
+        key = CHAT_PACKAGE
+    else:
+        return None
+    name = _SHIPPED_DRAFTS.get(key)
     if name is not None and method not in ("auto", "eagle"):
-        name = _SHIPPED_BY_METHOD.get(target.name, {}).get(method)
-    if name is None or target.parent != ASSETS.resolve():
+        name = _SHIPPED_BY_METHOD.get(key, {}).get(method)
+    if name is None:
         return None
     draft = ASSETS / name
     return draft if (draft / "config.json").is_file() else None

@@ -62,8 +62,7 @@ def main() -> int:
                 print(CODE + outputs[0].text)
             return outputs
 
-    draft = {"method": "ngram"} if chats else {}
-    drafted = answers(show=True, **draft)
+    drafted = answers(show=True)
     plain = answers(show=False, no_speculation=True)
     same = [output.outputs[0].token_ids for output in drafted] == [
         output.outputs[0].token_ids for output in plain

