@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.base import CacheCounters, PageCache, Prefix
 from cpmcu.engine.prefix.index import Entry
-from cpmcu.engine.swap_space import SwapSpace
+from cpmcu.engine.swap_space import Swapped, SwapSpace
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -40,7 +40,7 @@ class Lease:
         self._leases, self._engine, self._cache = leases, leases.engine, leases.cache
         self._request = request
         self._found: Found | None = found
-        self._swapped: list[int] = []  # its pages in the swap space
+        self._swapped: Swapped | None = None  # its pages in the swap space
         pages, cached = self._cache.begin(found.prefix, found.entries, len(found.tokens))
         try:
             self.slot = self._engine.add_sequence(
@@ -51,15 +51,29 @@ class Lease:
             raise
         self.cached = cached  # tokens
 
-    def reserve(self, num_tokens: int) -> bool:
+    def reserve(self, num_tokens: int, step_end: int = 0) -> bool:
         """Takes pages for `num_tokens` tokens in all. Idle pages of the cache are evicted for them.
+
+        `step_end`: tokens after the next step. Layers with a window get pages only for this step
+        and for its window; the pages before the window are given back.
 
         False: too few pages can be had.
         """
-        while not self._engine.reserve(self.slot, num_tokens):
-            if not self._cache.make_room(self.slot, num_tokens):
+        has_windows = self._leases.has_windows
+        while not (
+            self._engine.reserve(self.slot, num_tokens)
+            and (not has_windows or self._engine.reserve_windows(self.slot, step_end))
+        ):
+            if not self._cache.make_room(self.slot, num_tokens, step_end):
                 return False
         return True
+
+    def reserve_windows(self, step_end: int) -> bool:
+        """Takes the pages of the next step in layers with a window. The others are there already.
+
+        False: too few pages can be had.
+        """
+        return not self._leases.has_windows or self.reserve(0, step_end)
 
     def restore(self) -> None:
         """Copies the cached pages that are in host memory. The slot has its pages already."""
@@ -74,8 +88,8 @@ class Lease:
 
     def sent(self, num_tokens: int) -> None:
         """A prefill step was launched that ends behind `num_tokens` tokens of the sequence."""
-        if self._found is not None and num_tokens % self._leases.page_size == 0:
-            self._cache.checkpoint(self._found.prefix, self.slot, num_tokens)
+        if self._found is not None:
+            self._cache.sent(self._found.prefix, self.slot, num_tokens)
 
     def wrote(self, num_tokens: int) -> None:
         """Prefill steps have written the first `num_tokens` tokens."""
@@ -88,27 +102,28 @@ class Lease:
         False: they do not fit. The cache has forgotten the sequence in any case.
         """
         self._end_prefix(num_read)
-        blocks = self._leases.swap.save(self.slot)
-        self._swapped = blocks or []
-        return blocks is not None
+        self._swapped = self._leases.swap.save(self.slot)
+        return self._swapped is not None
 
     @property
     def num_swapped(self) -> int:
-        """Pages in the swap space."""
-        return len(self._swapped)
+        """Pages of layers without a window in the swap space."""
+        return 0 if self._swapped is None else self._swapped.num_pages
 
     def swap_in(self, num_tokens: int) -> bool:
         """Brings the pages back, with room for `num_tokens` tokens. False: too few are free."""
-        if not self.reserve(num_tokens):
+        if not self.reserve(num_tokens, num_tokens):
             return False
+        assert self._swapped is not None
         self._leases.swap.load(self.slot, self._swapped)
-        self._swapped = []
+        self._swapped = None
         return True
 
     def end(self, num_read: int) -> None:
         """Gives the slot and all pages back. Prefill has read `num_read` tokens."""
-        self._leases.swap.forget(self._swapped)
-        self._swapped = []
+        if self._swapped is not None:
+            self._leases.swap.forget(self._swapped)
+            self._swapped = None
         self._end_prefix(num_read)
         self._engine.release(self.slot)
 
@@ -124,7 +139,8 @@ class Leases:
 
     def __init__(self, engine: C.Engine, page_size: int, cache: PageCache) -> None:
         self.engine, self.page_size, self.cache = engine, page_size, cache
-        self.swap = SwapSpace(engine, cache.swap)
+        self.swap = SwapSpace(engine, cache.swaps)
+        self.has_windows = len(engine.pages.windows) > 1  # groups of layers with a window
 
     @property
     def num_spare(self) -> int:

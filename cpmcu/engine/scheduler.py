@@ -97,6 +97,7 @@ class Scheduler:
         self.pass_times = PassTimes(prefill_seconds)
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
+        self._prompt_blocked = False  # likewise: a prompt, for pages of layers with a window
         self._full = False  # the next request waits for pages
         self.num_preemptions = 0
         self._prefill_next = True
@@ -140,7 +141,9 @@ class Scheduler:
         if self.swapped:
             return
         for request in list(itertools.islice(self.waiting, MOST_PASSED_OVER)):
-            if self._blocked or self._full or len(self.active) >= self._engine.max_num_seqs:
+            if self._blocked or self._prompt_blocked or self._full:
+                return
+            if len(self.active) >= self._engine.max_num_seqs:
                 return
             found = self._leases.look_up(request)
             if found is None:
@@ -161,7 +164,7 @@ class Scheduler:
                 if step is not None:
                     self._prefill_next = step.chunks is None
                     return step
-            if not (idle and self._blocked):
+            if not (idle and (self._blocked or self._prompt_blocked)):
                 return None
             self._make_room()
 
@@ -172,7 +175,7 @@ class Scheduler:
         else:
             self.active.remove(sequence)
         sequence.released = True
-        self._blocked = self._full = False
+        self._blocked = self._prompt_blocked = self._full = False
         sequence.lease.end(sequence.read)
 
     def close(self) -> None:
@@ -227,6 +230,7 @@ class Scheduler:
             self.active.append(self.swapped.popleft())
 
     def _prefill(self) -> Step | None:
+        self._prompt_blocked = False
         unread = [sequence for sequence in self.active if sequence.unread > 0]
         scored = [s for s in unread if s.rest > 1 and s.wants_scores]
         others = [s for s in unread if s not in scored]
@@ -234,7 +238,9 @@ class Scheduler:
         if scored and (self._score_next or not others):  # passes alternate between the two kinds
             self._score_next = False
             sequence = min(scored, key=lambda s: s.rest)
-            return self._score(sequence, min(room, sequence.rest - 1))
+            take = min(room, sequence.rest - 1)
+            if self._reserve_chunk(sequence, sequence.sent + take):
+                return self._score(sequence, take)
         self._score_next = True
         chunks: list[tuple[int, list[int], bool]] = []
         step = Step([], chunks)
@@ -242,7 +248,7 @@ class Scheduler:
         for sequence, share in zip(others, shares):
             begin = sequence.sent
             end = sequence.lease.chunk_end(begin, begin + share) if share > 0 else begin
-            if end == begin:
+            if end == begin or not self._reserve_chunk(sequence, end):
                 continue
             chunk = sequence.tokens[begin:end]
             sequence.sent = end
@@ -250,6 +256,12 @@ class Scheduler:
             step.sequences.append(sequence)
             chunks.append((sequence.slot, chunk, sequence.rest == 0))
         return step if step.sequences else None
+
+    def _reserve_chunk(self, sequence: Sequence, end: int) -> bool:
+        """Takes the pages of a chunk in layers with a window; the others were taken before."""
+        found = sequence.lease.reserve_windows(end)
+        self._prompt_blocked = self._prompt_blocked or not found
+        return found
 
     def _room(self) -> int:
         """Most tokens of the next prefill pass."""
@@ -272,7 +284,8 @@ class Scheduler:
         for sequence in self.active:
             if sequence.rest > 0 or not self._may_decode(sequence):
                 continue
-            if sequence.lease.reserve(self._needed(sequence)):
+            needed = self._needed(sequence)
+            if sequence.lease.reserve(needed, needed):
                 ready.append(sequence)
             else:
                 self._blocked = True
@@ -319,7 +332,7 @@ class Scheduler:
             return False
         self.active.remove(sequence)
         self.swapped.appendleft(sequence)
-        self._blocked = self._full = False
+        self._blocked = self._prompt_blocked = self._full = False
         return True
 
     def _end_without_pages(self, sequence: Sequence) -> None:

@@ -7,6 +7,8 @@ and last bits could differ: prefill and decode steps have different kernels.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.host import HostTier
@@ -15,42 +17,64 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 
+@dataclasses.dataclass(slots=True)
+class Swapped:
+    """The pages of a sequence in host memory."""
+
+    num_pages: int  # of layers without a window
+    # Of each group of layers: the number of the first page within the sequence, and the blocks.
+    groups: list[tuple[int, list[int]]]
+
+
 class SwapSpace:
     """Pages of swapped sequences. Used by the engine thread only."""
 
-    def __init__(self, engine: C.Engine, host: HostTier) -> None:
-        """`host`: blocks of a page. If its limit is 0, no sequence is swapped."""
+    def __init__(self, engine: C.Engine, hosts: Sequence[HostTier]) -> None:
+        """`hosts`: blocks of a page of each group. If their limits are 0, no sequence is swapped."""
         self._engine = engine
-        self._host = host
+        self._hosts = hosts
 
-    def save(self, slot: int) -> list[int] | None:
+    def save(self, slot: int) -> Swapped | None:
         """Moves the pages of a slot, which no step in flight uses, to host memory.
 
         Returns their blocks. None: they do not fit, and nothing has changed.
         """
-        if self._host.limit == 0:
+        engine = self._engine.pages
+        if all(host.limit == 0 for host in self._hosts):
             return None
-        pages = self._engine.pages.of_slot(slot)
-        if len(pages) > self._host.limit - self._host.num_used:
-            return None
-        blocks: list[int] = []
-        while len(blocks) < len(pages):
-            block = self._host.take()
-            if block < 0:  # the system gives less memory than the limit
-                self.forget(blocks)
+        swapped = Swapped(len(engine.of_slot(slot)), [])
+        for group, host in enumerate(self._hosts):
+            blocks: list[int] = []
+            swapped.groups.append((engine.first_of_slot(slot, group), blocks))
+            if engine.group_page_bytes(group) == 0:  # no layer is in this group
+                continue
+            wanted = len(engine.of_slot(slot, group))
+            fits = wanted <= host.limit - host.num_used
+            while fits and len(blocks) < wanted:
+                block = host.take()
+                fits = block >= 0  # the system may give less memory than the limit
+                blocks += [block] if fits else []
+            if not fits:
+                self.forget(swapped)
                 return None
-            blocks.append(block)
-        self._engine.pages.save(pages, self._host.blocks, blocks)
+        for group, (_, blocks) in enumerate(swapped.groups):
+            if blocks:
+                engine.save(engine.of_slot(slot, group), self._hosts[group].blocks, blocks, group)
         self._engine.vacate(slot)
-        return blocks
+        return swapped
 
-    def load(self, slot: int, blocks: list[int]) -> None:
-        """Copies the pages of `blocks` to the slot, which has at least as many pages."""
-        pages = self._engine.pages.of_slot(slot)[: len(blocks)]
-        self._engine.pages.load(pages, self._host.blocks, blocks)
-        self.forget(blocks)
+    def load(self, slot: int, swapped: Swapped) -> None:
+        """Copies the pages of `swapped` to the slot, which has the pages that it reads."""
+        for group, (first, blocks) in enumerate(swapped.groups):
+            skipped = self._engine.pages.first_of_slot(slot, group) - first  # before the window
+            read = blocks[skipped:]
+            if read:
+                pages = self._engine.pages.of_slot(slot, group)[: len(read)]
+                self._engine.pages.load(pages, self._hosts[group].blocks, read, group)
+        self.forget(swapped)
 
-    def forget(self, blocks: list[int]) -> None:
+    def forget(self, swapped: Swapped) -> None:
         """The blocks are free again."""
-        for block in blocks:
-            self._host.give(block)
+        for host, (_, blocks) in zip(self._hosts, swapped.groups):
+            for block in blocks:
+                host.give(block)

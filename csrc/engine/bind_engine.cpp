@@ -248,31 +248,46 @@ void bind_sequences(EngineClass& engine) {
       .def(
           "add_sequence",
           [](Engine& e, const SamplingConfig& sampling, const IdList& prompt,
-             const std::vector<int>& generated, const std::vector<int>& pages, int num_cached) {
+             const std::vector<int>& generated,
+             const std::vector<std::pair<int, std::vector<int>>>& pages, int num_cached) {
             std::vector<int> ids = to_ids(prompt);
             ids.insert(ids.end(), generated.begin(), generated.end());
+            CachedPrefix cached{.num_tokens = num_cached};
+            for (const auto& [first, held] : pages) cached.pages.push_back({first, held});
             const py::gil_scoped_release released;
-            return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()),
-                                  {.pages = pages, .num_tokens = num_cached});
+            return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()), cached);
           },
           py::arg("sampling"), py::arg("prompt"), py::arg("generated") = std::vector<int>{},
-          py::arg("pages") = std::vector<int>{}, py::arg("num_cached") = 0,
+          py::arg("pages") = std::vector<std::pair<int, std::vector<int>>>{},
+          py::arg("num_cached") = 0,
           R"(Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
 
           `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
           and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
-          multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
-          takes pages for the others, and `pages.load` fills them.)")
+          multiple of PAGE_SIZE. The slot shares `pages` of each group of layers, from a page of
+          the sequence on: (first, pages). `reserve` and `reserve_windows` take pages for the
+          others, and `pages.load` fills them.)")
       .def("release", &Engine::release, py::arg("slot"), NoGil(),
            "Gives the slot and its pages back. Steps in flight for it are dropped from results.")
       .def("vacate", &Engine::vacate, py::arg("slot"), NoGil(),
            R"(Gives the pages of a slot without steps in flight back, but keeps its sequence.
 
-           Before its next step, `reserve` takes as many pages again and `pages.load` fills them.)")
+           Before its next step, `reserve` and `reserve_windows` take pages again and `pages.load`
+           fills them.)")
       .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), NoGil(),
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
-           Waits for the steps in flight if they are the last that read the pages it needs.)");
+           Waits for the steps in flight if they are the last that read the pages it needs.)")
+      .def("reserve_windows", &Engine::reserve_windows, py::arg("slot"), py::arg("step_end"),
+           NoGil(),
+           R"(The same in the groups of layers with a window, for the slot's next step.
+
+           The step ends behind at most `step_end` tokens. Pages that neither it nor a later step
+           reads are given back.)")
+      .def("num_missing", &Engine::num_missing, py::arg("slot"), py::arg("num_tokens"),
+           py::arg("step_end"), NoGil(),
+           "Pages of each group that `reserve` and `reserve_windows` lack, even after the steps in "
+           "flight.");
 }
 
 py::memoryview view_of(const HostBlocks& blocks, int block) {
@@ -297,16 +312,41 @@ void bind_host_blocks(py::module_& m) {
 }
 
 void bind_pages(py::module_& m, EngineClass& engine) {
-  py::class_<Pages>(m, "Pages", "Owners of an engine's pages, and copies in host memory.")
-      .def("of_slot", &Pages::of_slot, py::arg("slot"), "The pages of a slot, in order.")
-      .def("take", &Pages::take, py::arg("most"), NoGil(),
+  py::class_<Pages>(m, "Pages",
+                    "Owners of an engine's pages, and copies in host memory. Group 0: layers "
+                    "without a window; the layers of each window are a further group.")
+      .def_property_readonly(
+          "windows",
+          [](const Pages& pages) {
+            std::vector<int> windows;
+            for (int i = 0; i < pages.num_groups(); ++i) windows.push_back(pages.window(i));
+            return windows;
+          },
+          "The window of each group, in tokens; 0 is the first.")
+      .def("num_pages", &Pages::num_pages, py::arg("group"),
+           "Pages of a group, those of an idle slot included.")
+      .def("first_read", &Pages::first_read, py::arg("group"), py::arg("length"),
+           "The first page of a sequence that its tokens from position `length` on read.")
+      .def(
+          "of_slot", [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).pages; },
+          py::arg("slot"), py::arg("group") = 0, "The pages of a slot, in order.")
+      .def(
+          "first_of_slot",
+          [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).first; },
+          py::arg("slot"), py::arg("group"),
+          "Which page of the sequence of_slot(slot, group)[0] is.")
+      .def("num_owners", &Pages::num_owners, py::arg("page"), py::arg("group") = 0)
+      .def("take", &Pages::take, py::arg("most"), py::arg("group") = 0, NoGil(),
            "Up to `most` free pages, each with one owner; `drop` gives them back.")
-      .def("hold", &Pages::hold, py::arg("pages"), NoGil(),
+      .def("hold", &Pages::hold, py::arg("pages"), py::arg("group") = 0, NoGil(),
            "One more owner of pages that have one.")
-      .def("drop", &Pages::drop, py::arg("pages"), NoGil(), "One owner less.")
-      .def("save", &Pages::save, py::arg("pages"), py::arg("to"), py::arg("blocks"), NoGil(),
+      .def("drop", &Pages::drop, py::arg("pages"), py::arg("group") = 0, NoGil(),
+           "One owner less.")
+      .def("save", &Pages::save, py::arg("pages"), py::arg("to"), py::arg("blocks"),
+           py::arg("group") = 0, NoGil(),
            "Copies pages into host blocks, behind the steps so far; does not wait.")
-      .def("load", &Pages::load, py::arg("pages"), py::arg("source"), py::arg("blocks"), NoGil(),
+      .def("load", &Pages::load, py::arg("pages"), py::arg("source"), py::arg("blocks"),
+           py::arg("group") = 0, NoGil(),
            "Copies host blocks into pages, before the steps to come; does not wait.")
       .def("save_slot", &Pages::save_slot, py::arg("slot"), py::arg("to"), py::arg("block"),
            NoGil(), "Copies a slot's per-slot state into a host block; does not wait.")
@@ -316,8 +356,10 @@ void bind_pages(py::module_& m, EngineClass& engine) {
            "Waits for all copies and steps that were enqueued.")
       .def_property_readonly("has_copies", &Pages::has_copies,
                              "Were copies enqueued since the last wait for them?")
-      .def_property_readonly("page_bytes", &Pages::page_bytes,
-                             "Bytes of one page in all models' planes.")
+      .def_property_readonly(
+          "page_bytes", [](const Pages& pages) { return pages.page_bytes(0); },
+          "Bytes of one page of group 0 in all models' planes.")
+      .def("group_page_bytes", &Pages::page_bytes, py::arg("group"), "The same of any group.")
       .def_property_readonly("slot_bytes", &Pages::slot_bytes,
                              "Bytes of a slot's per-slot state; 0: the models have none.");
   engine.def_property_readonly("pages", &Engine::pages,
@@ -404,9 +446,9 @@ void bind_facts(EngineClass& engine) {
       .def_property_readonly("max_model_len", &Engine::max_model_len,
                              "Tokens that one sequence can hold.")
       .def_property_readonly("num_pages", &Engine::num_pages,
-                             "KV pages of PAGE_SIZE tokens, shared by all slots.")
+                             "KV pages of PAGE_SIZE tokens in group 0, shared by all slots.")
       .def_property_readonly("num_free_pages", &Engine::num_free_pages,
-                             "Pages without an owner; steps in flight may still read some.")
+                             "Of these, pages without an owner; steps in flight may still read some.")
       .def_property_readonly("max_num_seqs",
                              [](const Engine& e) { return e.config().max_num_seqs; })
       .def_property_readonly("chunk_length", [](const Engine& e) { return e.chunk_length(); })

@@ -1,8 +1,9 @@
-// Python bindings of MemoryPlan and PagePool, which work on the host only.
+// Python bindings of MemoryPlan, PagePool, PageGroup and divide_pages: they work on the host only.
 #include "engine/bind_memory.h"
 
 #include "bindings.h"
-#include "state/page_pool.h"
+#include "state/page_group.h"
+#include "state/page_shares.h"
 
 namespace py = pybind11;
 
@@ -55,6 +56,46 @@ void bind_memory_plan(py::module_& m) {
       .def_property_readonly("num_free", &PagePool::num_free)
       .def_property_readonly("num_retiring", &PagePool::num_retiring,
                              "Pages without an owner that steps in flight may still read.");
+
+  py::class_<PageGroup>(m, "PageGroup",
+                        "The pages of the layers with one window; see csrc/state/page_group.h.")
+      .def(py::init([](int window, int num_pages, int num_slots) {
+             PageGroup group(window);
+             group.allocate(num_pages, num_slots);
+             return group;
+           }),
+           py::arg("window"), py::arg("num_pages"), py::arg("num_slots"))
+      .def("first_read", &PageGroup::first_read, py::arg("length"))
+      .def("most_pages", &PageGroup::most_pages, py::arg("num_entries"))
+      .def(
+          "of_slot",
+          [](const PageGroup& group, int slot) {
+            const HeldPages& held = group.of_slot(slot);
+            return std::pair(held.first, held.pages);
+          },
+          py::arg("slot"), "The number of the first page within the sequence, and the pages.")
+      .def("reserve", &PageGroup::reserve, py::arg("slot"), py::arg("length"),
+           py::arg("num_entries"), py::arg("num_steps"), "False if too few pages are free.")
+      .def("num_missing", &PageGroup::num_missing, py::arg("slot"), py::arg("length"),
+           py::arg("num_entries"), "Pages that `reserve` lacks, even after the steps in flight.")
+      .def("share", &PageGroup::share, py::arg("slot"), py::arg("first"), py::arg("pages"))
+      .def("release", &PageGroup::release, py::arg("slot"), py::arg("num_steps"))
+      .def_property_readonly(
+          "pool", [](PageGroup& group) -> PagePool& { return group.pool(); },
+          py::return_value_policy::reference_internal);
+
+  m.def(
+      "divide_pages",
+      [](const std::vector<std::array<int64_t, 5>>& groups, int64_t bytes) {
+        std::vector<PageDemand> demands;
+        for (const auto& [page_bytes, least, sequence, running, most] : groups) {
+          demands.push_back({page_bytes, least, sequence, running, most});
+        }
+        return divide_pages(demands, bytes);
+      },
+      py::arg("groups"), py::arg("bytes"),
+      "Pages of each group, of (page_bytes, least, sequence, running, most); see "
+      "csrc/state/page_shares.h.");
 }
 
 }  // namespace cpmcu

@@ -87,7 +87,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
     check_slot(item.slot);
     check_ids(item.ids);
     num_rows += static_cast<int>(item.ids.size());
-    check_room(item.slot, static_cast<int>(item.ids.size()));
+    ensure_room(item.slot, static_cast<int>(item.ids.size()));
     CHECK(slots_[static_cast<size_t>(item.slot)].in_flight_tokens == 0,
           "slot {} has decode steps in flight; collect them before a prompt chunk", item.slot);
     slots.push_back(item.slot);
@@ -175,9 +175,15 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
   CHECK_STATE(it != slots_.end(), "all {} sequence slots are taken", slots_.size());
   if (!ids.empty()) check_ids(ids);
   CHECK(cached.num_tokens % kPageSize == 0 && cached.num_tokens <= static_cast<int>(ids.size()) &&
-            static_cast<int64_t>(cached.pages.size()) * kPageSize <= cached.num_tokens,
-        "{} tokens in {} shared pages are cached of {} tokens, expected whole pages of {} tokens",
-        cached.num_tokens, cached.pages.size(), ids.size(), kPageSize);
+            static_cast<int>(cached.pages.size()) <= states_.num_groups(),
+        "{} tokens in pages of {} groups are cached of {} tokens, expected whole pages of {} "
+        "tokens in {} groups",
+        cached.num_tokens, cached.pages.size(), ids.size(), kPageSize, states_.num_groups());
+  for (const HeldPages& pages : cached.pages) {
+    CHECK(pages.first >= 0 && pages.end() * kPageSize <= cached.num_tokens,
+          "pages {} to {} are shared of {} cached tokens, expected pages of {} of these tokens",
+          pages.first, pages.end(), cached.num_tokens, kPageSize);
+  }
   set_device(ctx_.device);
   const int slot = static_cast<int>(it - slots_.begin());
   sampler_.reset(ctx_, step_.slots(), slot, sampling, ids, num_prompt, cached.num_tokens);
@@ -219,6 +225,23 @@ bool Engine::reserve(int slot, int num_tokens) {
   CHECK(num_tokens <= max_tokens_, "{} tokens were asked for, the engine holds {} a sequence",
         num_tokens, max_tokens_);
   return pages_.reserve(slot, num_tokens + step_.lookahead());
+}
+
+bool Engine::reserve_windows(int slot, int num_tokens) {
+  check_slot(slot);
+  return pages_.reserve_windows(slot, slots_[static_cast<size_t>(slot)].length,
+                                std::min(num_tokens, max_tokens_) + step_.lookahead());
+}
+
+std::vector<int> Engine::num_missing(int slot, int num_tokens, int step_end) const {
+  check_slot(slot);
+  std::vector<int> missing;
+  for (int i = 0; i < states_.num_groups(); ++i) {
+    const int entries = std::min(i == 0 ? num_tokens : step_end, max_tokens_) + step_.lookahead();
+    missing.push_back(states_.group(i).num_missing(slot, slots_[static_cast<size_t>(slot)].length,
+                                                   entries));
+  }
+  return missing;
 }
 
 }  // namespace cpmcu

@@ -19,13 +19,14 @@
 #include "engine/runtime_config.h"
 #include "kernels/gemm/cublaslt.h"
 #include "speculative/step.h"
+#include "state/page_shares.h"
 
 namespace cpmcu {
 
-// The cached prefix of a sequence: whole pages. `pages` are the first of them, which the sequence
-// shares.
+// The cached prefix of a sequence: whole pages. `pages` are those that the sequence shares, of each
+// group of layers: of group 0 the first ones, of others those that a token behind the prefix reads.
 struct CachedPrefix {
-  std::vector<int> pages{};
+  std::vector<HeldPages> pages{};
   int num_tokens = 0;
 };
 
@@ -67,18 +68,24 @@ class Engine {
   // ---- sequences
   // `ids`: the tokens of the sequence so far. The first `num_prompt` are the prompt; penalties
   // count prompt and generated tokens separately.
-  // `cached`: the prefix whose state exists; prefill starts behind it. `reserve` takes the pages
-  // beyond `cached.pages`, and `pages().load` fills them.
+  // `cached`: the prefix whose state exists; prefill starts behind it. `reserve` and
+  // `reserve_windows` take the pages beyond `cached.pages`, and `pages().load` fills them.
   int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
                    const CachedPrefix& cached = {});
   void release(int slot);
-  // Gives the pages of a slot back, but keeps its sequence. Before its next step, `reserve` must
-  // take as many pages again and `pages().load` must fill them. No step of the slot may be in
-  // flight.
+  // Gives the pages of a slot back, but keeps its sequence. Before its next step, `reserve` and
+  // `reserve_windows` must take pages again and `pages().load` must fill them. No step of the slot
+  // may be in flight.
   void vacate(int slot);
   // Grows the slot to hold `num_tokens`; false if too few pages are free. If only steps in flight
   // still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_tokens);
+  // The same in the groups of layers with a window: for the next step of the slot, which ends
+  // behind at most `num_tokens` tokens. Pages before the window are given back. A step calls it
+  // itself, and throws if too few pages are free.
+  bool reserve_windows(int slot, int num_tokens);
+  // The pages of each group that these two calls lack, even after the steps in flight.
+  std::vector<int> num_missing(int slot, int num_tokens, int step_end) const;
 
   // Owners and copies of pages. The prefix cache owns pages as slots do.
   Pages& pages() { return pages_; }
@@ -111,8 +118,9 @@ class Engine {
   const ModelSpec& spec() const { return spec_; }
   int max_model_len() const { return max_tokens_; }
   int chunk_length() const { return limits_.max_tokens; }
-  int num_pages() const { return states_.num_pages() - num_idle_pages_; }
-  int num_free_pages() const { return states_.num_unowned(); }
+  // Of group 0, which has a page for each 64 tokens of a sequence.
+  int num_pages() const { return states_.group(0).pool().num_pages() - num_idle_pages_; }
+  int num_free_pages() const { return states_.group(0).pool().num_unowned(); }
   // Most tokens that a decode step emits for a sequence.
   int tokens_per_step() const { return step_.max_path(); }
   int num_rewritten() const { return step_.num_rewritten(); }
@@ -143,6 +151,7 @@ class Engine {
          const std::optional<DrafterSpec>& draft, PlanOnly);
 
   void plan_memory();
+  std::vector<PageDemand> page_demands() const;
   void plan_buffers(int max_tokens);
   void bind();
   void check_ready() const;
@@ -163,7 +172,7 @@ class Engine {
   void check_slot(int slot) const;
   void check_distinct(std::vector<int> slots) const;
   void check_ids(const std::vector<int>& ids) const;
-  void check_room(int slot, int num_tokens) const;
+  void ensure_room(int slot, int num_tokens);
 
   ModelSpec spec_;
   RuntimeConfig config_;

@@ -3,13 +3,12 @@
 
 #include "engine/engine.h"
 #include "kernels/gemm/gemm.h"
+#include "state/page_shares.h"
 
 namespace cpmcu {
 namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence, so that what is added to them stays an int
-
-int pages_for(int num_entries) { return (num_entries + kPageSize - 1) / kPageSize; }
 
 // Before anything is built from it.
 const ModelSpec& checked(const ModelSpec& spec, const RuntimeConfig& config) {
@@ -79,18 +78,14 @@ void Engine::plan_memory() {
   }
   plan_buffers(max_tokens);
 
-  // A model without paged state still counts its tokens in pages.
-  const int64_t page_bytes = std::max<int64_t>(1, states_.page_bytes());
   const int64_t free_bytes = device_info(ctx_.device).free_bytes;
   const int64_t budget =
       static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
   const int64_t fixed = plan_.assign();
-  const int64_t pages_of_one = pages_for(limits_.max_kv);
-  const int64_t wanted_pages =
-      (config_.max_model_len > 0 ? pages_of_one : 1 + pages_for(lookahead)) + num_idle_pages_;
-  const int64_t fitting = std::max<int64_t>(0, budget - fixed) / page_bytes;
-  if (fitting < wanted_pages) {
-    const int64_t need = fixed + wanted_pages * page_bytes;
+  const std::vector<PageDemand> demands = page_demands();
+  const int64_t least = least_bytes(demands);
+  if (budget - fixed < least) {
+    const int64_t need = fixed + least;
     throw Error(
         ErrorKind::kMemory,
         format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
@@ -98,16 +93,45 @@ void Engine::plan_memory() {
                "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
                "memory_limit, or free memory",
                mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
-               mib(wanted_pages * page_bytes), wanted_pages * kPageSize, mib(need), mib(budget),
+               mib(least), demands[0].least * kPageSize, mib(need), mib(budget),
                config_.memory_limit, mib(free_bytes), mib(need - budget)));
   }
-  const int64_t num_pages =
-      std::min(fitting, pages_of_one * config_.max_num_seqs + num_idle_pages_);
-  const int64_t held = (num_pages - num_idle_pages_) * kPageSize - lookahead;
+  const std::vector<int64_t> num_pages = divide_pages(demands, budget - fixed);
+  const int64_t held = (num_pages[0] - num_idle_pages_) * kPageSize - lookahead;
   max_tokens_ = static_cast<int>(std::min<int64_t>(max_tokens, held));
-  CHECK(max_tokens_ >= 1, "{} KV pages are too few for a draft tree", num_pages);
-  states_.plan_pages(plan_, static_cast<int>(num_pages));
+  CHECK(max_tokens_ >= 1, "{} KV pages are too few for a draft tree", num_pages[0]);
+  states_.plan_pages(plan_, num_pages);
   plan_.assign();
+}
+
+// Pages of each group of layers, those of the idle slot included.
+std::vector<PageDemand> Engine::page_demands() const {
+  const int lookahead = step_.lookahead(), seqs = config_.max_num_seqs;
+  const int64_t sequence = pages_for(limits_.max_kv), idle = num_idle_pages_;
+  const int64_t all = sequence * seqs + idle;
+  std::vector<PageDemand> demands;
+  for (int i = 0; i < states_.num_groups(); ++i) {
+    const PageGroup& group = states_.group(i);
+    // A model without paged state still counts its tokens in pages.
+    PageDemand demand{.page_bytes = std::max<int64_t>(i == 0, states_.page_bytes(i)),
+                      .least = (config_.max_model_len > 0 ? sequence : 1 + pages_for(lookahead)),
+                      .sequence = sequence,
+                      .running = all,
+                      .most = all};
+    if (group.window() > 0) {
+      // The last entries of a sequence: of steps in flight, and of pages not published yet.
+      const int recent = launch_ahead() * tokens_per_step() + lookahead +
+                         std::max(num_rewritten(), 1) + kPageSize;
+      const int64_t window = std::min<int64_t>(sequence, group.most_pages(recent));
+      const int64_t chunk = pages_for(limits_.max_tokens);  // of all sequences of a prefill step
+      demand.sequence = demand.least = std::min(sequence, window + chunk);
+      demand.running = std::min(all, window * seqs + chunk);
+    }
+    demand.least += idle;
+    demand.sequence += idle;
+    demands.push_back(demand);
+  }
+  return demands;
 }
 
 void Engine::plan_buffers(int max_tokens) {
@@ -164,7 +188,9 @@ void Engine::bind() {
     copy_to_device(ctx_.device, step_.slots().lengths + idle_slot_, &length, sizeof(int),
                    ctx_.stream);
     step_.reset(ctx_, idle_slot_, {.finished = 1});
-    CHECK_STATE(pages_.reserve(idle_slot_, 2 + step_.lookahead()), "no page is free");
+    const int entries = 2 + step_.lookahead();
+    CHECK_STATE(pages_.reserve(idle_slot_, entries) && pages_.reserve_windows(idle_slot_, 1, entries),
+                "no page is free");
   }
   synchronize(ctx_.device, ctx_.stream);
 }

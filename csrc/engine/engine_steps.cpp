@@ -45,7 +45,7 @@ SpeculativeStep::Batch Engine::begin_decode(const std::vector<int>& slots,
   int max_kv = 0;
   for (int slot : slots) {
     check_slot(slot);
-    check_room(slot, 1);
+    ensure_room(slot, 1);
     CHECK(slots_[static_cast<size_t>(slot)].has_root,
           "slot {} decodes before its prompt was prefilled", slot);
     max_kv = std::max(max_kv, length_bound(slot) + 1 + step_.lookahead());
@@ -142,7 +142,7 @@ void Engine::check_ids(const std::vector<int>& ids) const {
   }
 }
 
-void Engine::check_room(int slot, int num_tokens) const {
+void Engine::ensure_room(int slot, int num_tokens) {
   const int length = slots_[static_cast<size_t>(slot)].length;
   CHECK(length + num_tokens <= max_tokens_,
         "slot {} holds {} tokens and {} more were asked for; the engine holds {} a sequence", slot,
@@ -151,6 +151,9 @@ void Engine::check_room(int slot, int num_tokens) const {
   const int room = states_.capacity(slot) - step_.lookahead();
   CHECK(need <= room, "slot {} has pages for {} tokens and needs {}; reserve them first", slot,
         std::max(0, room), need);
+  CHECK(reserve_windows(slot, need),
+        "too few pages are free for the windows of slot {} at {} tokens; reserve them first", slot,
+        need);
 }
 
 }  // namespace cpmcu

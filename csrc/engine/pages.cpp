@@ -4,19 +4,33 @@ namespace cpmcu {
 
 // ---- owners
 
-std::vector<int> Pages::of_slot(int slot) const {
+const HeldPages& Pages::of_slot(int slot, int group) const {
   check_slot(slot);
-  return states_.pages_of(slot);
+  return states_.group(group).of_slot(slot);
+}
+
+int Pages::num_owners(int page, int group) const {
+  return states_.group(group).pool().num_owners(page);
 }
 
 bool Pages::reserve(int slot, int num_entries) {
+  return take_or_wait([&] { return states_.reserve(ctx_, slot, num_entries, num_steps_); });
+}
+
+bool Pages::reserve_windows(int slot, int length, int num_entries) {
+  if (num_groups() == 1) return true;
+  return take_or_wait(
+      [&] { return states_.reserve_windows(ctx_, slot, length, num_entries, num_steps_); });
+}
+
+bool Pages::take_or_wait(const std::function<bool()>& take) {
   set_device(ctx_.device);
   states_.retire(ring_.num_done());
-  if (states_.reserve(ctx_, slot, num_entries)) return true;
+  if (take()) return true;
   if (states_.num_retiring() == 0) return false;
-  ring_.wait(ctx_, num_steps_ - 1);
+  if (num_steps_ > 0) ring_.wait(ctx_, num_steps_ - 1);
   states_.retire(ring_.num_done());
-  return states_.reserve(ctx_, slot, num_entries);
+  return take();
 }
 
 void Pages::release(int slot) {
@@ -24,33 +38,33 @@ void Pages::release(int slot) {
   states_.retire(ring_.num_done());
 }
 
-std::vector<int> Pages::take(int most) {
+std::vector<int> Pages::take(int most, int group) {
   states_.retire(ring_.num_done());
-  return states_.take(most);
+  return states_.take(group, most);
 }
 
-void Pages::hold(const std::vector<int>& pages) { states_.hold(pages); }
+void Pages::hold(const std::vector<int>& pages, int group) { states_.hold(group, pages); }
 
-void Pages::drop(const std::vector<int>& pages) {
-  states_.drop(pages, num_steps_);
+void Pages::drop(const std::vector<int>& pages, int group) {
+  states_.drop(group, pages, num_steps_);
   states_.retire(ring_.num_done());
 }
 
 // ---- copies
 
 void Pages::save(const std::vector<int>& pages, const HostBlocks& to,
-                 const std::vector<int>& blocks) {
-  begin_copy(to.block_bytes(), page_bytes(), pages.size(), blocks.size());
+                 const std::vector<int>& blocks, int group) {
+  begin_copy(to.block_bytes(), page_bytes(group), pages.size(), blocks.size());
   for (size_t i = 0; i < pages.size(); ++i) {
-    states_.save_page(ctx_, pages[i], to.block(blocks[i]));
+    states_.save_page(ctx_, group, pages[i], to.block(blocks[i]));
   }
 }
 
 void Pages::load(const std::vector<int>& pages, const HostBlocks& from,
-                 const std::vector<int>& blocks) {
-  begin_copy(from.block_bytes(), page_bytes(), pages.size(), blocks.size());
+                 const std::vector<int>& blocks, int group) {
+  begin_copy(from.block_bytes(), page_bytes(group), pages.size(), blocks.size());
   for (size_t i = 0; i < pages.size(); ++i) {
-    states_.load_page(ctx_, pages[i], from.block(blocks[i]));
+    states_.load_page(ctx_, group, pages[i], from.block(blocks[i]));
   }
 }
 

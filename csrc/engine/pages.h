@@ -1,9 +1,11 @@
 // The pages of an engine: who owns which, and their copies in host memory.
 //
 // Slots own pages, and so does the prefix cache. A page without owners is free once no step in
-// flight may read it. The stream orders the copies after all steps enqueued so far.
+// flight may read it. The stream orders the copies after all steps enqueued so far. Groups of
+// layers have pages of their own (state/state_cache.h): `group` is 0 for layers without a window.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "core/context.h"
@@ -20,28 +22,43 @@ class Pages {
         const uint64_t& num_steps)
       : ctx_(ctx), states_(states), ring_(ring), num_steps_(num_steps) {}
 
+  // ---- groups
+  int num_groups() const { return states_.num_groups(); }
+  int window(int group) const { return states_.group(group).window(); }
+  int num_pages(int group) const { return states_.group(group).pool().num_pages(); }
+  // The first page of a sequence that a token at position `length` or later reads.
+  int first_read(int group, int length) const { return states_.group(group).first_read(length); }
+
   // ---- owners
-  std::vector<int> of_slot(int slot) const;
-  // Grows a slot to `num_entries` tokens; false if too few pages are free. If only steps in flight
-  // still read the needed pages, waits for these steps.
+  const HeldPages& of_slot(int slot, int group) const;
+  int num_owners(int page, int group) const;
+  // Grows a slot to `num_entries` tokens in group 0; false if too few pages are free. If only steps
+  // in flight still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_entries);
-  void release(int slot);                    // all pages of the slot
-  std::vector<int> take(int most);           // up to `most` free pages, each with one owner
-  void hold(const std::vector<int>& pages);  // one more owner of each
-  void drop(const std::vector<int>& pages);  // one owner less
+  // The same in the groups with a window: pages for all entries up to `num_entries` that a token at
+  // position `length` or later reads. The pages before them are given back.
+  bool reserve_windows(int slot, int length, int num_entries);
+  void release(int slot);  // all pages of the slot
+  // Up to `most` free pages, each with one owner.
+  std::vector<int> take(int most, int group);
+  void hold(const std::vector<int>& pages, int group);  // one more owner of each
+  void drop(const std::vector<int>& pages, int group);  // one owner less
 
   // ---- copies of pages, and of the per-slot tensors of a slot
-  void save(const std::vector<int>& pages, const HostBlocks& to, const std::vector<int>& blocks);
-  void load(const std::vector<int>& pages, const HostBlocks& from, const std::vector<int>& blocks);
+  void save(const std::vector<int>& pages, const HostBlocks& to, const std::vector<int>& blocks,
+            int group);
+  void load(const std::vector<int>& pages, const HostBlocks& from, const std::vector<int>& blocks,
+            int group);
   void save_slot(int slot, const HostBlocks& to, int block);
   void load_slot(int slot, const HostBlocks& from, int block);
   void wait_for_copies();  // and for all steps in flight
   // Were copies enqueued since the last wait? If so, only the stream may touch their blocks.
   bool has_copies() const { return has_copies_; }
-  int64_t page_bytes() const { return states_.page_bytes(); }
+  int64_t page_bytes(int group) const { return states_.page_bytes(group); }
   int64_t slot_bytes() const { return states_.slot_bytes(); }
 
  private:
+  bool take_or_wait(const std::function<bool()>& take);
   void begin_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to);
   void check_slot(int slot) const;
 

@@ -173,12 +173,12 @@ class AttentionBlock : public Block {
     const PagedPlane plane{.num_heads = shape_.num_kv_heads,
                            .width = shape_.head_dim,
                            .dtype = spec_.fp8_kv_cache ? DType::kU8 : spec_.dtype};
-    keys_id_ = state.add_paged(plane);
-    values_id_ = state.add_paged(plane);
+    keys_id_ = state.add_paged(plane, shape_.window);
+    values_id_ = state.add_paged(plane, shape_.window);
     if (spec_.fp8_kv_cache) {
       const PagedPlane scales{.num_heads = shape_.num_kv_heads, .width = 1, .dtype = DType::kF32};
-      key_scales_id_ = state.add_paged(scales);
-      value_scales_id_ = state.add_paged(scales);
+      key_scales_id_ = state.add_paged(scales, shape_.window);
+      value_scales_id_ = state.add_paged(scales, shape_.window);
     }
     if (sparse_) {
       sparse_->plan(plan, state, limits, plane, shape_.num_heads,
@@ -229,6 +229,7 @@ class AttentionBlock : public Block {
     if (shape_.sinks) sinks_ = arena.tensor(sinks_id_, DType::kF32, {shape_.num_heads});
     keys_ = state.paged(keys_id_);
     values_ = state.paged(values_id_);
+    page_table_ = state.page_table(keys_id_);
     if (spec_.fp8_kv_cache) {
       key_scales_ = state.paged(key_scales_id_);
       value_scales_ = state.paged(value_scales_id_);
@@ -278,6 +279,8 @@ class AttentionBlock : public Block {
                const Tensor& x) const override {
     const Tensor qkv = qkv_buffer_.rows(0, step.tokens.num_tokens);
     const Tensor out = out_buffer_.rows(0, step.tokens.num_tokens);
+    StepTokens tokens = step.tokens;
+    tokens.page_table = page_table_;  // of the layers with this window
     if (gate_ != nullptr) {
       if (ctx.pending != nullptr) ctx.pending->flush();
       gate_->forward(ctx, step.phase, gate_buffer_.rows(0, step.tokens.num_tokens), x, 1, 0);
@@ -301,7 +304,7 @@ class AttentionBlock : public Block {
                                 .num_heads = shape_.num_heads,
                                 .num_kv_heads = shape_.num_kv_heads,
                                 .head_dim = shape_.head_dim,
-                                .tokens = step.tokens};
+                                .tokens = tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
     if (scales_queries_) {
@@ -333,7 +336,7 @@ class AttentionBlock : public Block {
                                  .by_position = step.verify,
                                  .selection = blocks,
                                  .sinks = sinks_,
-                                 .tokens = step.tokens,
+                                 .tokens = tokens,
                                  .scratch = partials_};
     if (is_prefill) {
       attention_prefill(ctx, params);
@@ -432,6 +435,7 @@ class AttentionBlock : public Block {
   int64_t max_tokens_ = 0, partial_floats_ = 0;
   bool scales_queries_ = false;       // the context is longer than query_scale_length
   Tensor keys_, values_;              // [pages, Hkv, 64, D]
+  const int* page_table_ = nullptr;
   Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
   Tensor gate_buffer_, o_bias_, sinks_;

@@ -10,15 +10,19 @@ int64_t SlotTensor::num_bytes() const {
   return bytes;
 }
 
-ModelState::PagedId ModelState::add_paged(const PagedPlane& plane) {
+ModelState::PagedId ModelState::add_paged(const PagedPlane& plane, int window) {
   CHECK_STATE(plane.rows_per_page >= 1 && plane.rows_per_page <= kPageSize &&
                   plane.num_heads >= 1 && plane.width >= 1,
               "a paged plane of {} heads, {} rows a page and width {}", plane.num_heads,
               plane.rows_per_page, plane.width);
-  auto group = std::find_if(groups_.begin(), groups_.end(),
-                            [&](const Group& other) { return other.plane == plane; });
-  if (group == groups_.end()) group = groups_.insert(groups_.end(), {.plane = plane});
-  return {static_cast<int>(group - groups_.begin()), group->count++};
+  if (has_gaps_) window = 0;
+  auto planes = std::find_if(planes_.begin(), planes_.end(), [&](const Planes& other) {
+    return other.plane == plane && other.window == window;
+  });
+  if (planes == planes_.end()) {
+    planes = planes_.insert(planes_.end(), {.plane = plane, .window = window});
+  }
+  return {static_cast<int>(planes - planes_.begin()), planes->count++};
 }
 
 ModelState::SlotId ModelState::add_slot(const SlotTensor& tensor) {
@@ -30,9 +34,17 @@ ModelState::SlotId ModelState::add_slot(const SlotTensor& tensor) {
   return {static_cast<int>(slots_.size()) - 1};
 }
 
-int64_t ModelState::page_bytes() const {
+std::vector<int> ModelState::windows() const {
+  std::vector<int> windows;
+  for (const Planes& planes : planes_) windows.push_back(planes.window);
+  return windows;
+}
+
+int64_t ModelState::page_bytes(int window) const {
   int64_t bytes = 0;
-  for (const Group& group : groups_) bytes += group.count * group.plane.page_bytes();
+  for (const Planes& planes : planes_) {
+    if (planes.window == window) bytes += planes.count * planes.plane.page_bytes();
+  }
   return bytes;
 }
 
@@ -51,21 +63,26 @@ void ModelState::plan_slots(MemoryPlan& plan, int num_slots) {
   }
 }
 
-void ModelState::plan_pages(MemoryPlan& plan, int num_pages) {
-  num_pages_ = num_pages;
-  for (Group& group : groups_) {
-    group.id = plan.add(scope_ + "pages", "kv",
-                        int64_t{num_pages} * group.count * group.plane.page_bytes());
+void ModelState::plan_pages(MemoryPlan& plan, const std::map<int, int>& num_pages) {
+  for (Planes& planes : planes_) {
+    planes.num_pages = num_pages.at(planes.window);
+    const std::string name =
+        planes.window == 0 ? "pages" : format("pages.window_{}", planes.window);
+    planes.id =
+        plan.add(scope_ + name, "kv",
+                 int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes());
   }
 }
 
-void ModelState::bind(const Context& ctx, const Arena& arena) {
-  for (Group& group : groups_) {
-    group.memory = arena.tensor(group.id, group.plane.dtype,
-                                {group.count, num_pages_, group.plane.page_elements()});
+void ModelState::bind(const Context& ctx, const Arena& arena,
+                      const std::map<int, const int*>& tables) {
+  for (Planes& planes : planes_) {
+    planes.table = tables.at(planes.window);
+    planes.memory = arena.tensor(planes.id, planes.plane.dtype,
+                                 {planes.count, planes.num_pages, planes.plane.page_elements()});
     // CUDA kernels read whole tiles and multiply invisible rows by 0, which would not remove NaN.
     if (ctx.device.is_cuda() || has_gaps_) {
-      fill_bytes(ctx.device, group.memory.data(), 0, group.memory.num_bytes(), ctx.stream);
+      fill_bytes(ctx.device, planes.memory.data(), 0, planes.memory.num_bytes(), ctx.stream);
     }
   }
   for (Slots& slots : slots_) {
@@ -75,10 +92,10 @@ void ModelState::bind(const Context& ctx, const Arena& arena) {
 }
 
 Tensor ModelState::paged(PagedId id) const {
-  const Group& group = groups_.at(static_cast<size_t>(id.group));
-  const PagedPlane& plane = group.plane;
-  return group.memory.rows(id.index, 1)
-      .view({num_pages_, plane.num_heads, plane.rows_per_page, plane.width});
+  const Planes& planes = planes_of(id);
+  const PagedPlane& plane = planes.plane;
+  return planes.memory.rows(id.index, 1)
+      .view({planes.num_pages, plane.num_heads, plane.rows_per_page, plane.width});
 }
 
 Tensor ModelState::per_slot(SlotId id) const {
@@ -105,35 +122,36 @@ void ModelState::reset(const Context& ctx, int slot) const {
   }
 }
 
-// A page of a group is one contiguous range of bytes in each plane. In host memory the ranges are
-// adjacent.
-void ModelState::save_page(const Context& ctx, int page, char* host) const {
-  for (const Group& group : groups_) {
-    const int64_t width = group.plane.page_bytes();
+// A page is one contiguous range of bytes in each plane. In host memory the ranges are adjacent.
+void ModelState::save_page(const Context& ctx, int window, int page, char* host) const {
+  for (const Planes& planes : planes_) {
+    if (planes.window != window) continue;
+    const int64_t width = planes.plane.page_bytes();
     copy_strided(ctx.device,
                  {.dst = host,
                   .dst_pitch = width,
-                  .src = static_cast<const char*>(group.memory.data()) + page * width,
-                  .src_pitch = num_pages_ * width,
+                  .src = static_cast<const char*>(planes.memory.data()) + page * width,
+                  .src_pitch = planes.num_pages * width,
                   .width = width,
-                  .height = group.count},
+                  .height = planes.count},
                  ctx.stream);
-    host += group.count * width;
+    host += planes.count * width;
   }
 }
 
-void ModelState::load_page(const Context& ctx, int page, const char* host) const {
-  for (const Group& group : groups_) {
-    const int64_t width = group.plane.page_bytes();
+void ModelState::load_page(const Context& ctx, int window, int page, const char* host) const {
+  for (const Planes& planes : planes_) {
+    if (planes.window != window) continue;
+    const int64_t width = planes.plane.page_bytes();
     copy_strided(ctx.device,
-                 {.dst = static_cast<char*>(group.memory.data()) + page * width,
-                  .dst_pitch = num_pages_ * width,
+                 {.dst = static_cast<char*>(planes.memory.data()) + page * width,
+                  .dst_pitch = planes.num_pages * width,
                   .src = host,
                   .src_pitch = width,
                   .width = width,
-                  .height = group.count},
+                  .height = planes.count},
                  ctx.stream);
-    host += group.count * width;
+    host += planes.count * width;
   }
 }
 
@@ -156,11 +174,12 @@ void ModelState::load_slot(const Context& ctx, int slot, const char* host) const
 }
 
 void ModelState::commit(const Context& ctx, KeepAcceptedParams params) const {
-  for (const Group& group : groups_) {
-    if (!group.plane.is_per_token()) continue;
-    params.pool = group.memory;
-    params.num_heads = group.plane.num_heads;
-    params.width = group.plane.width;
+  for (const Planes& planes : planes_) {
+    if (!planes.plane.is_per_token()) continue;
+    params.pool = planes.memory;
+    params.num_heads = planes.plane.num_heads;
+    params.width = planes.plane.width;
+    params.page_table = planes.table;
     keep_accepted(ctx, params);
     params.hidden = {};  // copied once
   }

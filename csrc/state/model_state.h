@@ -2,10 +2,12 @@
 //
 // A block declares its state in `plan` and keeps the handles. A paged plane has 1 to 64 rows for
 // each page of 64 tokens: 64 for keys or values, fewer if a row summarises several tokens. All
-// planes of all models share the page numbers of a slot (state/state_cache.h). A per-slot tensor is
-// state of a fixed size: that of a recurrence, the last inputs of a convolution.
+// planes of a group of layers, of all models, share the page numbers of a slot
+// (state/page_group.h). A per-slot tensor is state of a fixed size: that of a recurrence, the last
+// inputs of a convolution.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -42,50 +44,57 @@ struct SlotTensor {
 class ModelState {
  public:
   // `scope`: "" for the target, such as "draft." else. `has_gaps`: attention may read rows that
-  // were never written, so planes begin as zero.
+  // were never written, so planes begin as zero. Such a model writes entries again, so it keeps
+  // those before its windows.
   ModelState(std::string scope, bool has_gaps) : scope_(std::move(scope)), has_gaps_(has_gaps) {}
   ModelState(const ModelState&) = delete;
   ModelState& operator=(const ModelState&) = delete;
 
   // ---- declared while memory is planned
   struct PagedId {
-    int group = -1, index = -1;
+    int planes = -1, index = -1;
   };
   struct SlotId {
     int index = -1;
   };
-  PagedId add_paged(const PagedPlane& plane);
+  // `window`: tokens to which the layer attends, itself included; 0: all.
+  PagedId add_paged(const PagedPlane& plane, int window = 0);
   SlotId add_slot(const SlotTensor& tensor);
 
-  int64_t page_bytes() const;  // of one page in all planes
+  std::vector<int> windows() const;     // of its planes; a window may occur several times
+  int64_t page_bytes(int window) const;  // of one page in the planes of a group
   int64_t slot_bytes() const;  // of one slot in all per-slot tensors that are not transient
   void plan_slots(MemoryPlan& plan, int num_slots);
-  void plan_pages(MemoryPlan& plan, int num_pages);
-  void bind(const Context& ctx, const Arena& arena);
+  // One number of pages, and one page table on the device [slots, max_pages], for each window.
+  void plan_pages(MemoryPlan& plan, const std::map<int, int>& num_pages);
+  void bind(const Context& ctx, const Arena& arena, const std::map<int, const int*>& tables);
 
   // ---- used by blocks
   Tensor paged(PagedId id) const;    // [pages, num_heads, rows_per_page, width]
+  const int* page_table(PagedId id) const { return planes_of(id).table; }
   Tensor per_slot(SlotId id) const;  // [slots, shape…]
 
   // ---- verbs
   // A new sequence in `slot`: its per-slot tensors become zero. In stream order.
   void reset(const Context& ctx, int slot) const;
-  // Copies a page of all planes to or from pinned memory [page_bytes]. In stream order.
-  void save_page(const Context& ctx, int page, char* host) const;
-  void load_page(const Context& ctx, int page, const char* host) const;
+  // Copies a page of a group's planes to or from pinned memory [page_bytes]. In stream order.
+  void save_page(const Context& ctx, int window, int page, char* host) const;
+  void load_page(const Context& ctx, int window, int page, const char* host) const;
   // Copies a slot's per-slot tensors to or from pinned memory [slot_bytes]. In stream order.
   // Transient tensors are left out.
   void save_slot(const Context& ctx, int slot, char* host) const;
   void load_slot(const Context& ctx, int slot, const char* host) const;
   // After acceptance: rows of accepted tokens move into place in every per-token plane.
-  // Fills in what `params` leaves open: pool, num_heads, width. Graph-safe.
+  // Fills in what `params` leaves open: pool, num_heads, width, page_table. Graph-safe.
   void commit(const Context& ctx, KeepAcceptedParams params) const;
 
  private:
   // Planes that are alike are one buffer, so that `commit` moves them in one launch.
-  struct Group {
+  struct Planes {
     PagedPlane plane;
-    int count = 0;
+    int window = 0, count = 0;
+    int num_pages = 0;
+    const int* table = nullptr;
     MemoryPlan::Id id = 0;
     Tensor memory{};  // [count, pages, page_elements]
   };
@@ -95,10 +104,12 @@ class ModelState {
     char* memory = nullptr;  // [slots, num_bytes]
   };
 
+  const Planes& planes_of(PagedId id) const { return planes_.at(static_cast<size_t>(id.planes)); }
+
   std::string scope_;
   bool has_gaps_;
-  int num_slots_ = 0, num_pages_ = 0;
-  std::vector<Group> groups_;
+  int num_slots_ = 0;
+  std::vector<Planes> planes_;
   std::vector<Slots> slots_;
 };
 

@@ -18,6 +18,8 @@ class PagePool {
   int num_pages() const { return static_cast<int>(owners_.size()); }
   int num_free() const { return static_cast<int>(free_.size()); }
   int num_retiring() const { return static_cast<int>(retiring_.size()); }
+  // Pages without an owner. Steps in flight may still read those that are retiring.
+  int num_unowned() const { return num_free() + num_retiring(); }
   int num_owners(int page) const;
 
   // Takes a free page, which then has one owner. Throws Error(kRuntime) if no page is free.

@@ -71,7 +71,14 @@ class FakeEngine:
         self.shapes: list[tuple[int, int] | None] = []  # of decode steps
         self.skipped_drafts: list[bool] = []  # of prefill steps
         # Nothing is moved to host memory.
-        self.pages = SimpleNamespace(page_bytes=0, slot_bytes=0, wait_for_copies=lambda: None)
+        self.pages = SimpleNamespace(
+            page_bytes=0,
+            slot_bytes=0,
+            windows=[0],
+            group_page_bytes=lambda group: 0,
+            num_pages=lambda group: num_pages,
+            wait_for_copies=lambda: None,
+        )
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.open_masked: list[int] = []  # slots of the open masked step

@@ -49,6 +49,9 @@ class Prefix:
     epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+    # Group of layers with a window -> number of a page -> page, of pages to be published.
+    window_pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    num_kept: int = 0  # the pages before this one are in `window_pages`, published or lost
     # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
     # pages. It does not count as their user, so that they can be evicted.
     elsewhere: set[Entry] = dataclasses.field(default_factory=set)
@@ -62,7 +65,8 @@ class Prefix:
 class PageCache:
     """A cache that holds nothing; PrefixCache overrides its methods. For the engine thread only.
 
-    It owns the host memory of pages. `swap` is the tier of sequences that wait for pages.
+    It owns the host memory of pages. `swaps` are the tiers of sequences that wait for pages, one
+    for each group of layers.
     """
 
     def __init__(
@@ -71,9 +75,16 @@ class PageCache:
         """`host_bytes`: most host memory of cached pages; `swap_bytes`: of waiting sequences."""
         self._engine = engine
         self._page_size = page_size
-        self._memory = HostMemory(engine, engine.pages.page_bytes)
-        self._host = self._memory.tier(host_bytes, "the prefix cache")
-        self.swap = self._memory.tier(swap_bytes, "the swap space")
+        # One host memory for each group of layers: their pages differ in size.
+        groups = range(len(engine.pages.windows))
+        sizes = [engine.pages.group_page_bytes(group) for group in groups]
+        on_device = [size * engine.pages.num_pages(group) for group, size in enumerate(sizes)]
+        self._memories = [HostMemory(engine, size) for size in sizes]
+        self._host = self._memories[0].tier(host_bytes, "the prefix cache")
+        self.swaps = [
+            memory.tier(swap_bytes * part // max(sum(on_device), 1), "the swap space")
+            for memory, part in zip(self._memories, on_device)
+        ]
 
     @property
     def has_states(self) -> bool:
@@ -113,10 +124,13 @@ class PageCache:
         in_use = sum(entry.users > 0 and entry.page >= 0 for entry in matched)
         return -(-num_tokens // self._page_size) - in_use
 
-    def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
+    def begin(
+        self, prefix: Prefix, matched: list[Entry], num_tokens: int
+    ) -> tuple[list[tuple[int, list[int]]], int]:
         """Starts a sequence with the entries `matched`.
 
-        Returns its shared pages and the number of its cached tokens.
+        Returns the pages that it shares in each group of layers, as (number of the first page,
+        pages), and the number of its cached tokens.
         """
         return [], 0
 
@@ -126,8 +140,8 @@ class PageCache:
         `num_tokens`: length of the prompt. The slot has its pages already.
         """
 
-    def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Saves the per-slot tensors after `num_tokens` tokens, a multiple of the page size."""
+    def sent(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        """A prefill step was launched that ends behind `num_tokens` tokens of the sequence."""
 
     def chunk_end(self, prefix: Prefix, begin: int, end: int, num_tokens: int) -> int:
         """Where a chunk of tokens [begin, end) ends, of a prompt of `num_tokens`.
@@ -151,8 +165,8 @@ class PageCache:
     def release(self, prefix: Prefix) -> None:
         """The sequence uses the cache no longer."""
 
-    def make_room(self, slot: int, num_tokens: int) -> bool:
-        """Evicts pages so that the slot may hold `num_tokens` tokens.
+    def make_room(self, slot: int, num_tokens: int, step_end: int) -> bool:
+        """Evicts pages so that the slot may hold `num_tokens` tokens, and windows up to `step_end`.
 
         False: no page can be evicted.
         """
@@ -177,4 +191,5 @@ class PageCache:
 
     def close(self) -> None:
         """Writes the pages that are not on disk yet, and frees the host memory."""
-        self._memory.close()
+        for memory in self._memories:
+            memory.close()

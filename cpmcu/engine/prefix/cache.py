@@ -19,6 +19,7 @@ from cpmcu.engine.prefix.base import CacheCounters, PageCache, Prefix, Sequenced
 from cpmcu.engine.prefix.host import HostMemory
 from cpmcu.engine.prefix.index import Entry, PrefixIndex
 from cpmcu.engine.prefix.keys import Hash, page_keys, root_key, xxh3_128
+from cpmcu.engine.prefix.windows import WindowPages
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -55,6 +56,7 @@ class PrefixCache(PageCache):
         self._decoded = decoded
         self._hash = hash_bytes
         self._index = PrefixIndex()
+        self._windows = WindowPages(engine, page_size)
         self._epoch = 0  # number of resets
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
         self._disk = disk
@@ -96,10 +98,10 @@ class PrefixCache(PageCache):
         while usable < len(found) and found[usable].page < 0 <= found[usable].block:
             usable += 1
         prefix.known = usable
+        can_end = self._windows.hit_ends(found[:usable])
         if self.has_states:
-            while usable > 0 and found[usable - 1].state < 0:
-                usable -= 1
-        return found[:usable]
+            can_end[1:] = [can and e.state >= 0 for can, e in zip(can_end[1:], found)]
+        return found[: max(count for count, can in enumerate(can_end) if can)]
 
     def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
         if self.is_reading(prefix):
@@ -127,16 +129,20 @@ class PrefixCache(PageCache):
 
     # ---- a sequence's life
 
-    def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
+    def begin(
+        self, prefix: Prefix, matched: list[Entry], num_tokens: int
+    ) -> tuple[list[tuple[int, list[int]]], int]:
         self._index.use(matched)
         prefix.entries = list(matched)
+        prefix.num_kept = len(matched)
         prefix.num_cached = len(matched) * self._page_size
         prefix.epoch = self._epoch
         most = (num_tokens - 1) // self._page_size
         prefix.pending_begin, prefix.pending_end = len(matched), max(len(matched), most)
         for key, _ in prefix.keys[len(matched) : most]:
             self._pending[key] = self._pending.get(key, 0) + 1
-        return [entry.page for entry in matched if entry.page >= 0], prefix.num_cached
+        pages = [entry.page for entry in matched if entry.page >= 0]
+        return [(0, pages), *self._windows.begin(matched)], prefix.num_cached
 
     def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
         missing = [entry for entry in prefix.entries if entry.page < 0]
@@ -154,9 +160,11 @@ class PrefixCache(PageCache):
         self.counters.hits += prefix.num_cached
         self.counters.host_hits += len(missing) * self._page_size
 
-    def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        index = num_tokens // self._page_size
-        if not self.has_states or index == 0 or index in prefix.states:
+    def sent(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        if not prefix.collided and prefix.epoch == self._epoch:
+            self._windows.keep(prefix, slot, num_tokens)
+        index, rest = divmod(num_tokens, self._page_size)
+        if not self.has_states or rest > 0 or index == 0 or index in prefix.states:
             return
         block = self._take_state(prefix, at_end=index in prefix.ends)
         if block >= 0:
@@ -184,10 +192,14 @@ class PrefixCache(PageCache):
         rewritten = 0 if ended else max(self._engine.num_rewritten, 1)
         count = min(num_written - rewritten, len(prefix.keys) * self._page_size)
         count //= self._page_size
-        if count <= len(prefix.entries) or prefix.collided or prefix.epoch != self._epoch:
+        if prefix.collided or prefix.epoch != self._epoch:
+            self._windows.end(prefix)
+            return
+        if count <= len(prefix.entries):
             return
         pages = self._engine.pages.of_slot(slot)
         held: list[int] = []
+        published: dict[int, Entry] = {}
         parent = prefix.entries[-1] if prefix.entries else None
         for i in range(len(prefix.entries), count):
             key, tokens = prefix.keys[i]
@@ -202,6 +214,7 @@ class PrefixCache(PageCache):
                 prefix.collided = True
                 break
             prefix.entries.append(entry)
+            published[i] = entry
             if entry.page >= 0 and entry.users == 0:  # it was computed again: one copy is enough
                 self._engine.pages.drop([entry.page])
                 self._index.set_page(entry, -1)
@@ -220,6 +233,7 @@ class PrefixCache(PageCache):
                 self._disk.wants(entry)
             parent = entry
         self._engine.pages.hold(held)
+        self._windows.publish(prefix, slot, published)
         if self._pages_are_scarce:
             self._host.grow()
 
@@ -239,6 +253,7 @@ class PrefixCache(PageCache):
         for block in prefix.states.values():
             self._states.give(block)
         prefix.states.clear()
+        self._windows.end(prefix)
         used = [entry for entry in prefix.entries if entry not in prefix.elsewhere]
         self._give_back(self._index.unuse(used))
         prefix.entries = []
@@ -248,9 +263,13 @@ class PrefixCache(PageCache):
     def _pages_are_scarce(self) -> bool:
         return 2 * self._engine.num_free_pages < self._engine.num_pages
 
-    def make_room(self, slot: int, num_tokens: int) -> bool:
-        held = len(self._engine.pages.of_slot(slot)) + self._engine.num_free_pages
-        return self.evict(max(EVICTED_AT_ONCE, -(-num_tokens // self._page_size) - held)) > 0
+    def make_room(self, slot: int, num_tokens: int, step_end: int) -> bool:
+        missing = self._engine.num_missing(slot, num_tokens, step_end)
+        evicted = self.evict(max(EVICTED_AT_ONCE, missing[0])) if missing[0] else 0
+        for group, count in enumerate(missing[1:], 1):
+            if count:
+                evicted += self._windows.evict(group, max(EVICTED_AT_ONCE, count))
+        return evicted > 0
 
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:
         """Evicts up to `count` idle pages. Returns their number."""
@@ -388,6 +407,7 @@ class PrefixCache(PageCache):
 
     def _give_back(self, removed: list[Entry]) -> None:
         """Frees the pages, host blocks and states of entries that left the index, unless in use."""
+        self._windows.forget(removed)
         free = [entry for entry in removed if entry.users == 0]
         self._engine.pages.drop([entry.page for entry in free if entry.page >= 0])
         for entry in free:

@@ -1,0 +1,28 @@
+// How many pages each group of layers gets of the memory that is left for them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace cpmcu {
+
+// Numbers of pages of one group. The first group has the layers without a window.
+struct PageDemand {
+  int64_t page_bytes = 0;
+  int64_t least = 0;     // without them the engine cannot run
+  int64_t sequence = 0;  // of one sequence of the greatest length
+  int64_t running = 0;   // of all sequences that run at a time
+  int64_t most = 0;      // more are of no use
+};
+
+int64_t least_bytes(const std::vector<PageDemand>& groups);
+// The number of pages of each group. `bytes` is at least least_bytes. In this order, while memory
+// lasts:
+//   1. `least` of each group.
+//   2. Group 0: one sequence. So the longest context does not depend on max_num_seqs.
+//   3. Groups with a window: the windows of all running sequences.
+//   4. Groups with a window: a quarter of the rest. The prefix cache keeps windows there.
+//   5. Group 0: `most`.
+std::vector<int64_t> divide_pages(const std::vector<PageDemand>& groups, int64_t bytes);
+
+}  // namespace cpmcu
