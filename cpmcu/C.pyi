@@ -202,6 +202,34 @@ class PagePool:
     def num_retiring(self) -> int:
         """Pages without an owner that steps in flight may still read."""
 
+class PageGroup:
+    """The pages of the layers with one window; see csrc/state/page_group.h."""
+
+    def __init__(self, window: int, num_pages: int, num_slots: int) -> None: ...
+    def first_read(self, length: int) -> int: ...
+    def most_pages(self, num_entries: int) -> int: ...
+    def of_slot(self, slot: int) -> tuple[int, list[int]]:
+        """The number of the first page within the sequence, and the pages."""
+
+    def reserve(self, slot: int, length: int, num_entries: int, num_steps: int) -> bool:
+        """False if too few pages are free."""
+
+    def num_missing(self, slot: int, length: int, num_entries: int) -> int:
+        """Pages that `reserve` lacks, even after the steps in flight."""
+
+    def share(self, slot: int, first: int, pages: collections.abc.Sequence[int]) -> None: ...
+    def release(self, slot: int, num_steps: int) -> None: ...
+    @property
+    def pool(self) -> PagePool: ...
+
+def divide_pages(
+    groups: collections.abc.Sequence[
+        typing.Annotated[collections.abc.Sequence[int], "FixedSize(5)"]
+    ],
+    bytes: int,
+) -> list[int]:
+    """Pages of each group, of (page_bytes, least, sequence, running, most); see csrc/state/page_shares.h."""
+
 class TensorInfo:
     """A tensor that a checkpoint has to bring."""
 
@@ -337,15 +365,16 @@ class Engine:
         sampling: SamplingConfig,
         prompt: list[int],
         generated: collections.abc.Sequence[int] = [],
-        pages: collections.abc.Sequence[int] = [],
+        pages: collections.abc.Sequence[tuple[int, collections.abc.Sequence[int]]] = [],
         num_cached: int = 0,
     ) -> int:
         """Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
 
         `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
         and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
-        multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
-        takes pages for the others, and `pages.load` fills them."""
+        multiple of PAGE_SIZE. The slot shares `pages` of each group of layers, from a page of
+        the sequence on: (first, pages). `reserve` and `reserve_windows` take pages for the
+        others, and `pages.load` fills them."""
 
     def release(self, slot: int) -> None:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
@@ -353,12 +382,22 @@ class Engine:
     def vacate(self, slot: int) -> None:
         """Gives the pages of a slot without steps in flight back, but keeps its sequence.
 
-        Before its next step, `reserve` takes as many pages again and `pages.load` fills them."""
+        Before its next step, `reserve` and `reserve_windows` take pages again and `pages.load`
+        fills them."""
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
         Waits for the steps in flight if they are the last that read the pages it needs."""
+
+    def reserve_windows(self, slot: int, step_end: int) -> bool:
+        """The same in the groups of layers with a window, for the slot's next step.
+
+        The step ends behind at most `step_end` tokens. Pages that neither it nor a later step
+        reads are given back."""
+
+    def num_missing(self, slot: int, num_tokens: int, step_end: int) -> list[int]:
+        """Pages of each group that `reserve` and `reserve_windows` lack, even after the steps in flight."""
 
     @property
     def pages(self) -> Pages: ...
@@ -438,11 +477,11 @@ class Engine:
 
     @property
     def num_pages(self) -> int:
-        """KV pages of PAGE_SIZE tokens, shared by all slots."""
+        """KV pages of PAGE_SIZE tokens in group 0, shared by all slots."""
 
     @property
     def num_free_pages(self) -> int:
-        """Pages without an owner; steps in flight may still read some."""
+        """Of these, pages without an owner; steps in flight may still read some."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -488,18 +527,32 @@ class HostBlocks:
         """The bytes of a block, writable."""
 
 class Pages:
-    """Owners of an engine's pages, and copies in host memory."""
+    """Owners of an engine's pages, and copies in host memory. Group 0: layers without a window; the layers of each window are a further group."""
 
-    def of_slot(self, slot: int) -> list[int]:
+    @property
+    def windows(self) -> list[int]:
+        """The window of each group, in tokens; 0 is the first."""
+
+    def num_pages(self, group: int) -> int:
+        """Pages of a group, those of an idle slot included."""
+
+    def first_read(self, group: int, length: int) -> int:
+        """The first page of a sequence that its tokens from position `length` on read."""
+
+    def of_slot(self, slot: int, group: int = 0) -> list[int]:
         """The pages of a slot, in order."""
 
-    def take(self, most: int) -> list[int]:
+    def first_of_slot(self, slot: int, group: int) -> int:
+        """Which page of the sequence of_slot(slot, group)[0] is."""
+
+    def num_owners(self, page: int, group: int = 0) -> int: ...
+    def take(self, most: int, group: int = 0) -> list[int]:
         """Up to `most` free pages, each with one owner; `drop` gives them back."""
 
-    def hold(self, pages: collections.abc.Sequence[int]) -> None:
+    def hold(self, pages: collections.abc.Sequence[int], group: int = 0) -> None:
         """One more owner of pages that have one."""
 
-    def drop(self, pages: collections.abc.Sequence[int]) -> None:
+    def drop(self, pages: collections.abc.Sequence[int], group: int = 0) -> None:
         """One owner less."""
 
     def save(
@@ -507,6 +560,7 @@ class Pages:
         pages: collections.abc.Sequence[int],
         to: HostBlocks,
         blocks: collections.abc.Sequence[int],
+        group: int = 0,
     ) -> None:
         """Copies pages into host blocks, behind the steps so far; does not wait."""
 
@@ -515,6 +569,7 @@ class Pages:
         pages: collections.abc.Sequence[int],
         source: HostBlocks,
         blocks: collections.abc.Sequence[int],
+        group: int = 0,
     ) -> None:
         """Copies host blocks into pages, before the steps to come; does not wait."""
 
@@ -533,7 +588,10 @@ class Pages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all models' planes."""
+        """Bytes of one page of group 0 in all models' planes."""
+
+    def group_page_bytes(self, group: int) -> int:
+        """The same of any group."""
 
     @property
     def slot_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.disk_tier import DiskTier
     from cpmcu.loading.loader import LoadedModel
 
+logger = logging.getLogger(__name__)
+
 STAGING_BYTES = 256 << 20  # host memory that a disk needs
 
 
@@ -28,7 +31,14 @@ def make_page_cache(loaded: LoadedModel, config: EngineConfig) -> PageCache:
     if not config.prefix_cache:
         return PageCache(loaded.engine, C.PAGE_SIZE, swap_bytes=swap)
     host_bytes = cache_bytes(config.prefix_cache_host_gb, is_cuda=is_cuda)
-    disk = _disk(loaded, config) if config.prefix_cache_dir is not None else None
+    disk = None
+    if config.prefix_cache_dir is not None and len(loaded.engine.pages.windows) > 1:
+        logger.warning(
+            "the prefix cache keeps nothing on disk: the model has layers with a window, whose "
+            "pages stay on the device"
+        )
+    elif config.prefix_cache_dir is not None:
+        disk = _disk(loaded, config)
     if disk is not None:
         host_bytes = max(host_bytes, STAGING_BYTES)
     return PrefixCache(

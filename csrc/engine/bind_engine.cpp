@@ -328,7 +328,8 @@ void bind_pages(py::module_& m, EngineClass& engine) {
       .def("first_read", &Pages::first_read, py::arg("group"), py::arg("length"),
            "The first page of a sequence that its tokens from position `length` on read.")
       .def(
-          "of_slot", [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).pages; },
+          "of_slot",
+          [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).pages; },
           py::arg("slot"), py::arg("group") = 0, "The pages of a slot, in order.")
       .def(
           "first_of_slot",
@@ -340,8 +341,7 @@ void bind_pages(py::module_& m, EngineClass& engine) {
            "Up to `most` free pages, each with one owner; `drop` gives them back.")
       .def("hold", &Pages::hold, py::arg("pages"), py::arg("group") = 0, NoGil(),
            "One more owner of pages that have one.")
-      .def("drop", &Pages::drop, py::arg("pages"), py::arg("group") = 0, NoGil(),
-           "One owner less.")
+      .def("drop", &Pages::drop, py::arg("pages"), py::arg("group") = 0, NoGil(), "One owner less.")
       .def("save", &Pages::save, py::arg("pages"), py::arg("to"), py::arg("blocks"),
            py::arg("group") = 0, NoGil(),
            "Copies pages into host blocks, behind the steps so far; does not wait.")
@@ -447,8 +447,9 @@ void bind_facts(EngineClass& engine) {
                              "Tokens that one sequence can hold.")
       .def_property_readonly("num_pages", &Engine::num_pages,
                              "KV pages of PAGE_SIZE tokens in group 0, shared by all slots.")
-      .def_property_readonly("num_free_pages", &Engine::num_free_pages,
-                             "Of these, pages without an owner; steps in flight may still read some.")
+      .def_property_readonly(
+          "num_free_pages", &Engine::num_free_pages,
+          "Of these, pages without an owner; steps in flight may still read some.")
       .def_property_readonly("max_num_seqs",
                              [](const Engine& e) { return e.config().max_num_seqs; })
       .def_property_readonly("chunk_length", [](const Engine& e) { return e.chunk_length(); })

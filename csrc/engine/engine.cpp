@@ -238,8 +238,8 @@ std::vector<int> Engine::num_missing(int slot, int num_tokens, int step_end) con
   std::vector<int> missing;
   for (int i = 0; i < states_.num_groups(); ++i) {
     const int entries = std::min(i == 0 ? num_tokens : step_end, max_tokens_) + step_.lookahead();
-    missing.push_back(states_.group(i).num_missing(slot, slots_[static_cast<size_t>(slot)].length,
-                                                   entries));
+    missing.push_back(
+        states_.group(i).num_missing(slot, slots_[static_cast<size_t>(slot)].length, entries));
   }
   return missing;
 }

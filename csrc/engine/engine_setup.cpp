@@ -120,8 +120,8 @@ std::vector<PageDemand> Engine::page_demands() const {
                       .most = all};
     if (group.window() > 0) {
       // The last entries of a sequence: of steps in flight, and of pages not published yet.
-      const int recent = launch_ahead() * tokens_per_step() + lookahead +
-                         std::max(num_rewritten(), 1) + kPageSize;
+      const int recent =
+          launch_ahead() * tokens_per_step() + lookahead + std::max(num_rewritten(), 1) + kPageSize;
       const int64_t window = std::min<int64_t>(sequence, group.most_pages(recent));
       const int64_t chunk = pages_for(limits_.max_tokens);  // of all sequences of a prefill step
       demand.sequence = demand.least = std::min(sequence, window + chunk);
@@ -189,8 +189,9 @@ void Engine::bind() {
                    ctx_.stream);
     step_.reset(ctx_, idle_slot_, {.finished = 1});
     const int entries = 2 + step_.lookahead();
-    CHECK_STATE(pages_.reserve(idle_slot_, entries) && pages_.reserve_windows(idle_slot_, 1, entries),
-                "no page is free");
+    CHECK_STATE(
+        pages_.reserve(idle_slot_, entries) && pages_.reserve_windows(idle_slot_, 1, entries),
+        "no page is free");
   }
   synchronize(ctx_.device, ctx_.stream);
 }

@@ -433,8 +433,8 @@ class AttentionBlock : public Block {
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0, gate_id_ = 0, o_bias_id_ = 0, sinks_id_ = 0;
   int64_t max_tokens_ = 0, partial_floats_ = 0;
-  bool scales_queries_ = false;       // the context is longer than query_scale_length
-  Tensor keys_, values_;              // [pages, Hkv, 64, D]
+  bool scales_queries_ = false;  // the context is longer than query_scale_length
+  Tensor keys_, values_;         // [pages, Hkv, 64, D]
   const int* page_table_ = nullptr;
   Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;

@@ -68,9 +68,8 @@ void ModelState::plan_pages(MemoryPlan& plan, const std::map<int, int>& num_page
     planes.num_pages = num_pages.at(planes.window);
     const std::string name =
         planes.window == 0 ? "pages" : format("pages.window_{}", planes.window);
-    planes.id =
-        plan.add(scope_ + name, "kv",
-                 int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes());
+    planes.id = plan.add(scope_ + name, "kv",
+                         int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes());
   }
 }
 

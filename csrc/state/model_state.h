@@ -61,7 +61,7 @@ class ModelState {
   PagedId add_paged(const PagedPlane& plane, int window = 0);
   SlotId add_slot(const SlotTensor& tensor);
 
-  std::vector<int> windows() const;     // of its planes; a window may occur several times
+  std::vector<int> windows() const;      // of its planes; a window may occur several times
   int64_t page_bytes(int window) const;  // of one page in the planes of a group
   int64_t slot_bytes() const;  // of one slot in all per-slot tensors that are not transient
   void plan_slots(MemoryPlan& plan, int num_slots);
@@ -70,7 +70,7 @@ class ModelState {
   void bind(const Context& ctx, const Arena& arena, const std::map<int, const int*>& tables);
 
   // ---- used by blocks
-  Tensor paged(PagedId id) const;    // [pages, num_heads, rows_per_page, width]
+  Tensor paged(PagedId id) const;  // [pages, num_heads, rows_per_page, width]
   const int* page_table(PagedId id) const { return planes_of(id).table; }
   Tensor per_slot(SlotId id) const;  // [slots, shape…]
 

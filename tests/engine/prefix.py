@@ -71,30 +71,43 @@ class Watched(PrefixCache):
         from cpmcu import C
 
         super().__init__(engine, PAGE, **options)
-        self._room = C.HostBlocks(engine, engine.pages.page_bytes, 1, 1)
-        self._room.grow()
-        self._sums: dict[int, tuple[Entry, int]] = {}  # page -> what it must hold
+        self._rooms = []
+        for group in range(len(engine.pages.windows)):
+            size = max(engine.pages.group_page_bytes(group), 1)
+            self._rooms.append(C.HostBlocks(engine, size, 1, 1))
+            self._rooms[-1].grow()
+        self._sums: dict[tuple[int, int], tuple[Entry, int]] = {}  # group, page -> what it holds
 
-    def _sum(self, page: int) -> int:
-        self._engine.pages.save([page], self._room, [0])
+    def _sum(self, group: int, page: int) -> int:
+        self._engine.pages.save([page], self._rooms[group], [0], group)
         self._engine.pages.wait_for_copies()
-        return xxhash.xxh3_64_intdigest(self._room.view(0))
+        return xxhash.xxh3_64_intdigest(self._rooms[group].view(0))
+
+    def _page(self, entry: Entry, group: int) -> int:
+        return self._windows.page_of(entry, group) if group else entry.page
 
     def publish(self, prefix: Any, slot: int, num_written: int, *, ended: bool = False) -> None:
         super().publish(prefix, slot, num_written, ended=ended)
         for entry in prefix.entries:
-            known = self._sums.get(entry.page)
-            if entry.page >= 0 and (known is None or known[0] is not entry):
-                self._sums[entry.page] = (entry, self._sum(entry.page))
+            for group in range(len(self._rooms)):
+                page = self._page(entry, group)
+                known = self._sums.get((group, page))
+                if page >= 0 and (known is None or known[0] is not entry):
+                    self._sums[group, page] = (entry, self._sum(group, page))
 
     def check(self) -> int:
         """Compares all cached pages with their published bytes. Returns the number of pages."""
         count = 0
-        for page, (entry, expected) in list(self._sums.items()):
-            if entry.page == page and entry.alive:
-                assert self._sum(page) == expected, "a shared page was written to"
+        for (group, page), (entry, expected) in list(self._sums.items()):
+            if entry.alive and self._page(entry, group) == page:
+                assert self._sum(group, page) == expected, "a shared page was written to"
                 count += 1
         return count
+
+    def window_pages(self, group: int) -> list[int]:
+        """The pages of a group that the index has."""
+        pages = [self._page(entry, group) for entry in self._index]
+        return [page for page in pages if page >= 0]
 
 
 @contextmanager
@@ -118,7 +131,21 @@ def check_idle(engine: Any, cache: Watched) -> None:
     assert len(set(pages)) == len(pages) == cache.num_idle_pages
     assert engine.num_free_pages == engine.num_pages - len(pages)
     assert not cache._pending
+    idle = engine.pages.num_pages(0) - engine.num_pages  # pages of the idle slot
     blocks = [entry.block for entry in entries if entry.block >= 0]
     assert len(set(blocks)) == len(blocks)
+    for group in range(1, len(engine.pages.windows)):
+        pages = cache.window_pages(group)
+        assert len(set(pages)) == len(pages)
+        assert num_free(engine, group) == engine.pages.num_pages(group) - idle - len(pages)
     cache.reset()
     assert engine.num_free_pages == engine.num_pages
+    for group in range(1, len(engine.pages.windows)):
+        assert num_free(engine, group) == engine.pages.num_pages(group) - idle
+
+
+def num_free(engine: Any, group: int) -> int:
+    """Free pages of a group of layers with a window. No step is in flight."""
+    pages = engine.pages.take(engine.pages.num_pages(group), group)
+    engine.pages.drop(pages, group)
+    return len(pages)

@@ -169,7 +169,6 @@ def test_first_read(window: int) -> None:
         assert group.first_read(length) == min(read) // PAGE
 
 
-
 COUNTS = st.integers(0, 60)
 DEMANDS = st.lists(
     st.tuples(st.integers(1, 9), COUNTS, COUNTS, COUNTS, COUNTS).map(
