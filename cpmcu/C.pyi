@@ -206,8 +206,12 @@ class PageGroup:
     """The pages of the layers with one window; see csrc/state/page_group.h."""
 
     def __init__(self, window: int, num_pages: int, num_slots: int) -> None: ...
-    def first_read(self, length: int) -> int: ...
-    def most_pages(self, num_entries: int) -> int: ...
+    def first_read(self, length: int) -> int:
+        """The first page of a sequence that its tokens from position `length` on read."""
+
+    def most_pages(self, num_entries: int) -> int:
+        """Most pages of so many consecutive entries and the window before them."""
+
     def of_slot(self, slot: int) -> tuple[int, list[int]]:
         """The number of the first page within the sequence, and the pages."""
 
@@ -217,10 +221,15 @@ class PageGroup:
     def num_missing(self, slot: int, length: int, num_entries: int) -> int:
         """Pages that `reserve` lacks, even after the steps in flight."""
 
-    def share(self, slot: int, first: int, pages: collections.abc.Sequence[int]) -> None: ...
-    def release(self, slot: int, num_steps: int) -> None: ...
+    def share(self, slot: int, first: int, pages: collections.abc.Sequence[int]) -> None:
+        """Gives a slot without pages those of other owners, from page `first` on."""
+
+    def release(self, slot: int, num_steps: int) -> None:
+        """All pages of the slot."""
+
     @property
-    def pool(self) -> PagePool: ...
+    def pool(self) -> PagePool:
+        """Owners of the pages."""
 
 def divide_pages(
     groups: collections.abc.Sequence[
@@ -545,7 +554,9 @@ class Pages:
     def first_of_slot(self, slot: int, group: int) -> int:
         """Which page of the sequence of_slot(slot, group)[0] is."""
 
-    def num_owners(self, page: int, group: int = 0) -> int: ...
+    def num_owners(self, page: int, group: int = 0) -> int:
+        """Slots and caches that have a page. RuntimeError for a page that is not there."""
+
     def take(self, most: int, group: int = 0) -> list[int]:
         """Up to `most` free pages, each with one owner; `drop` gives them back."""
 

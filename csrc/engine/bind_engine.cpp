@@ -336,7 +336,8 @@ void bind_pages(py::module_& m, EngineClass& engine) {
           [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).first; },
           py::arg("slot"), py::arg("group"),
           "Which page of the sequence of_slot(slot, group)[0] is.")
-      .def("num_owners", &Pages::num_owners, py::arg("page"), py::arg("group") = 0)
+      .def("num_owners", &Pages::num_owners, py::arg("page"), py::arg("group") = 0,
+           "Slots and caches that have a page. RuntimeError for a page that is not there.")
       .def("take", &Pages::take, py::arg("most"), py::arg("group") = 0, NoGil(),
            "Up to `most` free pages, each with one owner; `drop` gives them back.")
       .def("hold", &Pages::hold, py::arg("pages"), py::arg("group") = 0, NoGil(),

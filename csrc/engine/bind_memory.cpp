@@ -65,8 +65,10 @@ void bind_memory_plan(py::module_& m) {
              return group;
            }),
            py::arg("window"), py::arg("num_pages"), py::arg("num_slots"))
-      .def("first_read", &PageGroup::first_read, py::arg("length"))
-      .def("most_pages", &PageGroup::most_pages, py::arg("num_entries"))
+      .def("first_read", &PageGroup::first_read, py::arg("length"),
+           "The first page of a sequence that its tokens from position `length` on read.")
+      .def("most_pages", &PageGroup::most_pages, py::arg("num_entries"),
+           "Most pages of so many consecutive entries and the window before them.")
       .def(
           "of_slot",
           [](const PageGroup& group, int slot) {
@@ -78,11 +80,13 @@ void bind_memory_plan(py::module_& m) {
            py::arg("num_entries"), py::arg("num_steps"), "False if too few pages are free.")
       .def("num_missing", &PageGroup::num_missing, py::arg("slot"), py::arg("length"),
            py::arg("num_entries"), "Pages that `reserve` lacks, even after the steps in flight.")
-      .def("share", &PageGroup::share, py::arg("slot"), py::arg("first"), py::arg("pages"))
-      .def("release", &PageGroup::release, py::arg("slot"), py::arg("num_steps"))
+      .def("share", &PageGroup::share, py::arg("slot"), py::arg("first"), py::arg("pages"),
+           "Gives a slot without pages those of other owners, from page `first` on.")
+      .def("release", &PageGroup::release, py::arg("slot"), py::arg("num_steps"),
+           "All pages of the slot.")
       .def_property_readonly(
           "pool", [](PageGroup& group) -> PagePool& { return group.pool(); },
-          py::return_value_policy::reference_internal);
+          py::return_value_policy::reference_internal, "Owners of the pages.");
 
   m.def(
       "divide_pages",

@@ -398,15 +398,15 @@ def test_host_memory_of_many_prompts(
     monkeypatch.setattr(host, "SEGMENT_BYTES", 4 * engine.pages.page_bytes)
     host_bytes = 22 * engine.pages.page_bytes
     with running(engine, host_bytes=host_bytes) as (runner, cache):
-        cache._memory._in_threads = in_threads
+        cache._memories[0]._in_threads = in_threads
         shared = random_ids(70, VOCAB, seed=1)
         jobs = [Job(shared + random_ids(140, VOCAB, seed=2 + i), 4) for i in range(64)]
         runner.submit(*(job.request for job in jobs))
         for job in jobs:
             assert job.wait() == models.plain("llama", job.request.prompt, 4)
-            assert cache._memory.num_bytes <= host_bytes
+            assert cache._memories[0].num_bytes <= host_bytes
         assert cache.counters.evicted > 22
-        assert cache._memory.num_bytes == host_bytes  # all of it is used
+        assert cache._memories[0].num_bytes == host_bytes  # all of it is used
 
 
 def running_kept(engine: Any, **options: Any) -> Any:

@@ -184,21 +184,26 @@ DEMANDS = st.lists(
 def test_groups_share_the_memory(groups: list[tuple[int, ...]], spare: int) -> None:
     from cpmcu import C
 
-    total = sum(size * least for size, least, *_ in groups) + spare
-    shares = C.divide_pages(groups, total)
-    rest = total - sum(share * group[0] for share, group in zip(shares, groups))
-    assert rest >= 0
-    for share, (_, least, _, _, most) in zip(shares, groups):
-        assert least <= share <= most
-    size, _, sequence, _, most = groups[0]
-    assert shares[0] == most or rest < size  # no memory is lost
-    if shares[0] < sequence:  # one sequence comes first
-        assert all(share == group[1] for share, group in zip(shares[1:], groups[1:]))
-    for i, (share, group) in enumerate(zip(shares[1:], groups[1:]), 1):
-        running = group[3]
-        if share < running:  # windows of running sequences come next
-            assert shares[0] <= max(sequence, groups[0][1]) or rest < group[0]
-            assert all(shares[j] <= groups[j][3] for j in range(i + 1, len(groups)))
+    rest = spare
+    shares = [group[1] for group in groups]
+
+    def give(i: int, wanted: int) -> None:
+        """A page after another, while memory lasts."""
+        nonlocal rest
+        while shares[i] < wanted and rest >= groups[i][0]:
+            shares[i] += 1
+            rest -= groups[i][0]
+
+    give(0, groups[0][2])  # the longest sequence
+    for i in range(1, len(groups)):
+        give(i, groups[i][3])  # windows of running sequences
+    cached = rest // 4 // max(sum(group[0] for group in groups[1:]), 1)  # pages
+    for i in range(1, len(groups)):
+        give(i, min(groups[i][4], shares[i] + cached))
+    give(0, groups[0][4])
+    total = sum(group[0] * group[1] for group in groups) + spare
+    assert C.divide_pages(groups, total) == shares
+    assert shares[0] == groups[0][4] or rest < groups[0][0]  # no memory is lost
 
 
 @given(size=st.integers(1, 9), least=COUNTS, more=COUNTS, spare=st.integers(0, 2000))
