@@ -1,7 +1,7 @@
 """compressed-tensors: integers of 4 or 8 bits, and floats. Each group of modules has a format.
 
 * pack-quantized: `weight_packed` int32 [N, K / 8] (8 bits: [N, K / 4]), `weight_scale` [N, G],
-  `weight_shape`, with 4 bits also `weight_zero_point` int32 [N / 8, G]
+  `weight_shape`, maybe `weight_zero_point` int32 [N / 8, G] (8 bits: [N / 4, G])
 * int-quantized: `weight` int8 [N, K], `weight_scale` [N, 1] or one for the matrix
 * float-quantized: cpmcu/quant/fp8.py
 * nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized: cpmcu/quant/float_groups.py
@@ -174,7 +174,14 @@ def _part(form: _Form, tensors: Mapping[str, TensorMeta], modules: Sequence[str]
             ignored=ignored,
         )
     packed = Int8Format.COMPRESSED if form.format == _PACKED else Int8Format.PLAIN
-    return int8_part(packed, tensors, modules, group_size=form.group_size, ignored=ignored)
+    return int8_part(
+        packed,
+        tensors,
+        modules,
+        group_size=form.group_size,
+        zero_points=form.zero_points,
+        ignored=ignored,
+    )
 
 
 def _reason(name: str, tensors: Mapping[str, TensorMeta]) -> str:
@@ -196,10 +203,10 @@ def _form(group: Mapping[str, Any], quant: Mapping[str, Any]) -> _Form:
     _check_group(group, activations=stated == _PLAIN)
     by_group = weights.get("strategy") == "group"
     zero_points = weights.get("symmetric", True) is False
-    if bits == 8 and zero_points:
+    if stated == _PLAIN and zero_points:
         raise ValueError(
-            "quantization_config: symmetric is false, expected true of 8-bit weights: zero points "
-            "other than 128 have no kernels"
+            f"quantization_config: symmetric is false, expected true of {_PLAIN}; name the model's "
+            f"16-bit files, or its files with 8 bits in {_PACKED}"
         )
     group_size = check_group_size(weights.get("group_size")) if by_group else CHANNEL_WISE
     return _Form(stated, bits, group_size, zero_points)

@@ -6,7 +6,7 @@ numbers are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from cpmcu.loading.tensors import TensorMeta
@@ -15,23 +15,25 @@ from cpmcu.quant.fp8 import modules_of
 from cpmcu.quant.int4 import Format, int4_part, quantised_modules
 from cpmcu.quant.int8 import Int8Format, int8_part
 from cpmcu.quant.parts import Part, plan_parts
-from cpmcu.quant.registry import QuantPlan, register_quant
+from cpmcu.quant.registry import LinearOptions, QuantPlan, register_quant
 
 _GROUP = 32  # values of a block of integers
 
 
 @register_quant("gguf")
 class Gguf:
-    """Q4_0, Q8_0, IQ4_NL, MXFP4 and NVFP4; the loader decodes all other types."""
+    """The types of cpmcu/loading/gguf/blocks.py; the loader decodes all others."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "gguf"
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
-        packed = quantised_modules(tensors, ".weight_packed")
+        k_quants = set(quantised_modules(tensors, ".weight_group_scale"))
+        packed = [m for m in quantised_modules(tensors, ".weight_packed") if m not in k_quants]
         integers = [m for m in packed if tensors[m + ".weight_packed"].dtype == "int32"]
         mxfp4 = [m for m in packed if m not in set(integers)]
-        nvfp4, int8 = modules_of(tensors, "uint8"), modules_of(tensors, "int8")
+        nvfp4 = modules_of(tensors, "uint8")
+        int8 = [m for m in modules_of(tensors, "int8") if m not in k_quants]
         parts: list[Part] = []
         if integers:
             parts.append(
@@ -45,4 +47,17 @@ class Gguf:
             parts.append(float_group_part(FloatFormat.MXFP4, tensors, mxfp4))
         if nvfp4:
             parts.append(float_group_part(FloatFormat.NVFP4_MODELOPT, tensors, nvfp4))
+        parts += _k_quant_parts(tensors, k_quants)
         return plan_parts("gguf", tensors, parts)
+
+
+def _k_quant_parts(tensors: Mapping[str, TensorMeta], modules: Collection[str]) -> list[Part]:
+    """Formats of csrc/linear/k_quant_tensors.cpp, which the tensors tell."""
+    by_format: dict[str, list[str]] = {}
+    for module in sorted(modules):
+        is_4, has_min = (f"{module}.{name}" in tensors for name in ("weight_packed", "weight_min"))
+        by_format.setdefault("q4_k" if is_4 else "q5_k" if has_min else "q6_k", []).append(module)
+    return [
+        Part(its, LinearOptions(layout="k_quants", format=name), f"K-quants ({name})")
+        for name, its in by_format.items()
+    ]

@@ -2,7 +2,7 @@
 
 Each linear layer has `qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and
 `g_idx` [K]; with 8 bits [K / 4, N] and [G, N / 4]. If `sym` is true, all zero points are 8 (128);
-otherwise, with 4 bits, `qzeros` is loaded. `dynamic` gives modules their own bits and groups.
+otherwise `qzeros` is loaded. `dynamic` gives modules their own bits and groups.
 """
 
 from __future__ import annotations
@@ -107,13 +107,7 @@ def _form(settings: Mapping[str, Any]) -> _Form:
     bits = check_bits(settings.get("bits"), 4, 8)
     group_size = check_group_size(settings.get("group_size"))
     refuse_order(settings, group_size)
-    symmetric = settings.get("sym") is True
-    if bits == 8 and not symmetric:
-        raise ValueError(
-            "quantization_config: sym is not true, expected true of 8-bit weights: zero points "
-            f"other than {ZERO_POINTS[8]} have no kernels"
-        )
-    return _Form(bits, group_size, symmetric)
+    return _Form(bits, group_size, settings.get("sym") is True)
 
 
 def _part(
@@ -122,7 +116,13 @@ def _part(
     ignored = _ignored(tensors, modules, form.symmetric)
     if form.bits == 8:
         part = int8_part(
-            Int8Format.GPTQ, tensors, modules, group_size=form.group_size, ignored=ignored
+            Int8Format.GPTQ,
+            tensors,
+            modules,
+            group_size=form.group_size,
+            zero_points=not form.symmetric,
+            version=1 + int(layout == Format.GPTQ_V2),
+            ignored=ignored,
         )
     else:
         part = int4_part(

@@ -1,4 +1,4 @@
-"""8-bit integer weights: w = (q - 128) * scale for a group of inputs, or of a whole row.
+"""8-bit integer weights: w = (q - z) * scale for a group of inputs, or of a whole row.
 
 | format | words |
 |---|---|
@@ -6,7 +6,8 @@
 | compressed | `weight_packed` int32 [N, K / 4], byte i is k = 4 column + i |
 | plain | `weight` int8 [N, K], holds q - 128 |
 
-The engine repacks the words (csrc/linear/int8_tensors.cpp).
+z is 128 unless the file has zero points: `qzeros` int32 [G, N / 4], or `weight_zero_point`
+[N / 4, G]. The engine repacks the words (csrc/linear/int8_tensors.cpp).
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def int8_part(
     modules: Sequence[str],
     *,
     group_size: int,
+    zero_points: bool = False,
+    version: int = 1,
     ignored: Mapping[str, str] | None = None,
 ) -> Part:
-    """The modules with symmetric 8-bit weights.
+    """The modules with 8-bit weights. `version`: of GPTQ's zero points (packing.pack_gptq_zeros).
 
     Raises ValueError for sizes that are no multiples of 8, for scales that are missing or not
     float16 or bfloat16, and for matrices of which only some have a single scale. The part's
@@ -63,9 +66,17 @@ def int8_part(
             check_finite(tensors[module + scales], read)
 
     name = form.name.lower() + ("_tensor" if True in single else "")
+    if form is Int8Format.GPTQ and zero_points and version == 2:
+        name = "gptq_v2"
     return Part(
         modules,
-        LinearOptions(layout="int8", format=name, group_size=group_size, scale_dtype=dtype),
+        LinearOptions(
+            layout="int8",
+            format=name,
+            group_size=group_size,
+            zero_points=zero_points,
+            scale_dtype=dtype,
+        ),
         "8 bits" + (f" with groups of {group_size}" if group_size != CHANNEL_WISE else ""),
         ignored={**(ignored or {}), **biases.ignored},
         verify=verify,

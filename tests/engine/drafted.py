@@ -26,6 +26,10 @@ from tests.reference.tiny_w4 import quantise, write_w4
 # Layouts of write_quantised by the form of tiny_mixed -> quantization_config.
 QUANT_CONFIGS: dict[str, dict[str, Any]] = {
     "nvfp4mo": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+    "mxfp4mo": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
+    "mxfp8": {"quant_method": "mxfp8"},
+    "gptq4_g32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+    "gptq8z_g64": {"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": False},
 }
 
 VOCAB = 160
@@ -124,6 +128,10 @@ class Models:
         made = write_tiny(self.root / name, family, dtype=self.dtype, **sizes)
         self._targets[name] = made
         return made
+
+    def put(self, name: str, made: TinyCheckpoint) -> None:
+        """Adds a target `name`."""
+        self._targets[name] = made
 
     def draft(self, kind: str, family: str) -> Path:
         kind = kind.removesuffix(FILL)

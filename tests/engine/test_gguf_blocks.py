@@ -17,20 +17,31 @@ from tests.unit.test_gguf import TYPES, as_llama_cpp, gguf, metadata_of, write_g
 
 extension_or_skip()
 
-KINDS = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
+KINDS = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+# Where a block has its float16 numbers.
+HALVES = {
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **{"IQ4_XS": (0,), "IQ4_NL": (0,)},
+}
 
 
 def in_blocks(weight: Any, kind: str) -> Any:
     """Rows of blocks; of types that the gguf package only decodes, random ones of these sizes."""
     rows = np.asarray(weight, np.float32)
-    if kind not in ("IQ4_NL", "NVFP4"):
+    if kind not in HALVES and kind != "NVFP4":
         return gguf.quants.quantize(rows, TYPES[kind])
     n, k = rows.shape
     rng = np.random.default_rng(n + k)
-    if kind == "IQ4_NL":
-        made = rng.integers(0, 256, (n, k // 32, 18), dtype=np.uint8)
-        d = rng.uniform(0.5, 1, (n, k // 32, 1)) * np.abs(rows).max() / 127
-        made[:, :, :2] = d.astype("<f2").view(np.uint8)
+    if kind in HALVES:
+        values, nbytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+        made = rng.integers(0, 256, (n, k // values, nbytes), dtype=np.uint8)
+        for at in HALVES[kind]:
+            made[:, :, at : at + 2] = np.ones(1, "<f2").view(np.uint8)
+        largest = np.abs(gguf.dequantize(made.reshape(n, -1), TYPES[kind])).max()
+        for at in HALVES[kind]:
+            d = rng.uniform(0.5, 1, (n, k // values, 1)) * np.abs(rows).max() / largest
+            made[:, :, at : at + 2] = d.astype("<f2").view(np.uint8)
     else:
         made = rng.integers(0, 256, (n, k // 64, 36), dtype=np.uint8)
         made[:, :, :4] = rng.integers(8, 40, (n, k // 64, 4))
@@ -59,21 +70,39 @@ def write(path: Path, tiny: Any, kinds: dict[str, str], *, decoded: bool) -> Pat
     return path
 
 
-MIXED = {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "ffn": "Q4_0"}
+# Names of mixtures -> types; q, k and v, or gate and up, are one matrix here.
+MIXED = {
+    "32": {"attn_q": "Q4_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_o": "IQ4_NL"},
+    "K": {
+        "attn_q": "Q4_K",
+        "attn_k": "Q4_K",
+        "attn_v": "Q6_K",
+        "ffn_up": "Q5_K",
+        "output.": "Q6_K",
+    },
+    "decoded": {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q8_0"},
+}
+MIXED["32"] |= {"ffn_down": "Q8_0", "ffn": "Q4_0"}
+MIXED["K"] |= {"ffn_gate": "Q3_K", "ffn_down": "IQ4_XS", "attn_output": "Q2_K", "output.": "Q6_K"}
+MIXED["decoded"] |= {"ffn": "Q4_K", "output.": "Q4_K"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+@pytest.mark.parametrize("kind", [*KINDS, *K_QUANTS, *MIXED])
 def test_logits(tmp_path: Path, device: str, kind: str) -> None:
-    """`mixed`: q, k and v of two types are decoded, as no matrix has two."""
-    tiny = dense(tmp_path, "llama", intermediate_size=384)
-    kinds = MIXED if kind == "mixed" else {"attn_": kind, "ffn_": kind}
+    """q, k and v, or gate and up, of different types stay packed in a form that holds all."""
+    wide = kind in K_QUANTS or kind in MIXED
+    sizes = {"hidden_size": 256, "intermediate_size": 512} if wide else {"intermediate_size": 384}
+    tiny = dense(tmp_path, "llama", tie_word_embeddings=False, vocab_size=208, **sizes)
+    kinds = MIXED.get(kind, {"attn_": kind, "ffn_": kind, "output.": kind})
     found = write(tmp_path / "found.gguf", tiny, kinds, decoded=False)
     twin = write(tmp_path / "twin.gguf", tiny, kinds, decoded=True)
     checkpoint = model_files(found).checkpoint()
-    module = "model.layers.0.mlp.down_proj"
-    packed = [f"{module}.weight_scale", "model.layers.0.self_attn.q_proj.weight_scale"]
-    assert [name in checkpoint.tensors for name in packed] == [True, kind != "mixed"]
+    layer = "model.layers.0."
+    modules = [layer + "mlp.down_proj", layer + "mlp.up_proj", layer + "self_attn.q_proj"]
+    packed = [module + ".weight_scale" in checkpoint.tensors for module in modules]
+    assert packed == [True, True, kind != "decoded"]
+    assert ("lm_head.weight_scale" in checkpoint.tensors) == (kind != "32")
     for name in checkpoint.tensors:
         assert name.rpartition(".")[2] != "scale"  # NVFP4's is weight_scale_2
     found_logits, twin_logits = (logits(path, device) for path in (found, twin))

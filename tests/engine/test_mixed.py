@@ -89,7 +89,7 @@ def test_groups_of_32_and_64(tmp_path: Path, device: str, form: str, scale_dtype
 
 
 @on_devices
-@pytest.mark.parametrize("form", ["gptq4_g32", "ct8_g32", "awq4_g64", "gptq8", "int8"])
+@pytest.mark.parametrize("form", ["gptq4_g32", "ct8_g32", "awq4_g64", "gptq8", "int8", "ct8z"])
 def test_experts_of_integers(tmp_path: Path, device: str, form: str) -> None:
     check(tmp_path, tiny_moe(tmp_path), {"": form}, (GROUPS | EIGHT_BITS)[form], device)
 
@@ -100,6 +100,8 @@ EIGHT_BITS = {
     "ct8": compressed(group(["Linear"], "ct8")),
     "ct8c": compressed(group(["Linear"], "ct8c")),
     "int8": compressed(group(["Linear"], "int8")),
+    "gptq8z": gptq(bits=8, sym=False),
+    "ct8z": compressed(group(["Linear"], "ct8z", symmetric=False)),
 }
 
 

@@ -12,6 +12,7 @@ formula of the library that defines the format, so the twin depends on the store
 | gptq4, gptq8 | scales[g_idx[k], n] * (qweight >> bits * i & mask - (qzeros + 1)) |
 | awq4 | scales[k // group] * (qweight - qzeros), in AutoAWQ's order |
 | ct4, ct8 | weight_scale[n, k // group] * ((weight_packed >> bits * i & mask) - 2^(bits - 1)) |
+| gptq8z, ct8z | the same with zero points in qzeros, weight_zero_point |
 | int8, fp8 | weight * weight_scale |
 | nvfp4, mxfp4, mxfp8 | that of float_groups.py; nvfp4mo and mxfp4mo have ModelOpt's names |
 
@@ -102,12 +103,14 @@ def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torc
     q = np.clip(np.rint(weight / wide), -half, half - 1).astype(np.int64)
     if kind == "int8":
         return {"weight": torch.from_numpy(q.astype(np.int8)), "weight_scale": scales.T}
-    biased = q + half
+    biased, zeros = q + half, np.full((groups, n), half)
+    if kind.endswith("z"):
+        zeros = np.random.default_rng(n).integers(96, 160, (groups, n))
+        biased = np.clip(q + zeros[group_of].T, 0, 255)
     if kind.startswith("gptq"):
-        zeros = np.full((groups, n), half - 1)
         return {
             "qweight": words(biased, bits).T,
-            "qzeros": words(zeros, bits),
+            "qzeros": words(zeros - 1, bits),
             "scales": scales,
             "g_idx": torch.from_numpy(group_of.astype(np.int32)),
         }
@@ -119,11 +122,12 @@ def encode(form: str, weight: Array, scale_dtype: torch.dtype) -> dict[str, torc
             "qzeros": words(in_awq_order(zeros), 4),
             "scales": scales,
         }
-    return {
+    stored = {
         "weight_packed": words(biased, bits),
         "weight_scale": scales.T,
         "weight_shape": torch.tensor([n, k]),
     }
+    return stored | ({"weight_zero_point": words(zeros, bits).T} if kind.endswith("z") else {})
 
 
 def encode_float_groups(form: str, weight: Array) -> dict[str, torch.Tensor]:
@@ -198,7 +202,10 @@ def decode(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
         )
         group_of = np.arange(len(q)) // (group or len(q))
         return (stored["scales"].double().numpy()[group_of] * (q - zeros[group_of])).T
-    q = split(stored["weight_packed"], bits) - (1 << bits - 1)
+    q = split(stored["weight_packed"], bits)
     scales = stored["weight_scale"].double().numpy()
+    zeros = np.full(scales.shape, 1 << bits - 1)
+    if kind.endswith("z"):
+        zeros = split(stored["weight_zero_point"].T.contiguous(), bits).T
     group_of = np.arange(q.shape[1]) // (group or q.shape[1])
-    return scales[:, group_of] * q
+    return scales[:, group_of] * (q - zeros[:, group_of])

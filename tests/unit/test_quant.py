@@ -148,7 +148,6 @@ def test_transforms_of_weights_are_accepted(tiny: TinyCheckpoint, tmp_path: Path
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"bits": 8}, r"scales is float16 \[2, 256\], expected \[1, 256\] .* of 8 bits"),
     ("gptq", {"bits": None}, "the weights have None bits, expected 4 or 8"),
-    ("gptq", {"bits": 8, "sym": False}, "sym is not true, expected true of 8-bit weights"),
     ("gptq", {"dynamic": [1]}, r"dynamic is \[1\], expected an object"),
     ("gptq", {"dynamic": {"+:(": {}}}, "has the rule '.*', which is no regular"),
     ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "up_proj has a qweight, but the rule '-:"),
@@ -194,7 +193,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 REFUSED_WEIGHTS: list[tuple[dict[str, Any], str]] = [
     ({"num_bits": 8}, r"weight_scale is float16 .*, expected \[256, 1\] .* of 8 bits"),
-    ({"num_bits": 8, "symmetric": False}, "symmetric is false, expected true of 8-bit weights"),
     ({"num_bits": 3}, "the weights have 3 bits, expected 4 or 8"),
     ({"type": "float"}, "the weights are 'float', expected 'int'"),
     ({"strategy": "tensor"}, "strategy is 'tensor', expected 'group' or 'channel'"),

@@ -1,89 +1,161 @@
 """GGUF types whose blocks the engine multiplies as they are: their tensors in the engine's formats.
 
-| type | block | tensors of a module |
+| form | types | tensors of a module |
 |---|---|---|
-| Q4_0 | 32: f16 d, nibbles of j and j + 16 | `weight_packed` int32 [N, K / 8], `weight_scale` f16 [N, K / 32] |
-| Q8_0 | 32: f16 d, int8 | `weight` int8 [N, K], `weight_scale` f16 [N, K / 32] |
-| IQ4_NL | as Q4_0, places in a table of int8 | as Q8_0 |
-| MXFP4 | 32: a power of two, nibbles | `weight_packed` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32] |
-| NVFP4 | 64: 4 e4m3, nibbles of j and j + 8 | `weight` uint8, `weight_scale` e4m3, `weight_scale_2` |
+| INT4 | Q4_0 | `weight_packed` int32 [N, K / 8], `weight_scale` f16 [N, K / 32] |
+| INT8 | Q8_0, Q5_0, IQ4_NL | `weight` int8 [N, K], `weight_scale` f16 [N, K / 32] |
+| MXFP4 | MXFP4 | `weight_packed` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32] |
+| NVFP4 | NVFP4 | `weight` uint8, `weight_scale` e4m3, `weight_scale_2` |
+| K4 | Q4_K | `weight_packed` uint8 [N, K / 2], scales and minima for 32 k |
+| K8 | Q6_K, Q3_K, IQ4_XS | `weight` int8 [N, K], scales for 16 k |
+| K8_MIN | Q5_K, Q2_K | K8's, and minima for 16 k |
 
-No number is rounded. Source: ggml-common.h and ggml-quants.c of the ggml repository.
-"""  # noqa: E501
+K-quants have `weight_scale` f16 [N, K / 256] and `weight_group_scale` int8, and for minima
+`weight_min` f16 [N, K / 256] and `weight_group_min` uint8. Parts of one matrix may have
+different types: INT8 holds all of 32 integers a block, K8_MIN all K-quants. No number is rounded.
+Source: ggml-common.h and ggml-quants.c of the ggml repository.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.loading.gguf.k_quants import K_TYPES, SUPER, TABLE
 from cpmcu.loading.tensors import TensorMeta
 
 U8 = npt.NDArray[np.uint8]
 Arrays = dict[str, npt.NDArray[Any]]  # suffix of a name -> tensor
 
-Q4_0, Q8_0, IQ4_NL, MXFP4, NVFP4 = 2, 8, 20, 39, 40
-_IQ4_NL = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)
+Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K = 2, 6, 8, 20, 39, 40, 12
+
+
+class Form(enum.Enum):
+    """The engine's forms of weights; see the table."""
+
+    INT4 = enum.auto()
+    INT8 = enum.auto()
+    MXFP4 = enum.auto()
+    NVFP4 = enum.auto()
+    K4 = enum.auto()
+    K8 = enum.auto()
+    K8_MIN = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A packed type: its name, and the values and bytes of a block."""
+    """A packed type: its name, the values and bytes of a block, and its own form."""
 
     name: str
     values: int
     nbytes: int
+    form: Form
 
 
 BLOCKS: Mapping[int, Block] = {
-    Q4_0: Block("Q4_0", 32, 18),
-    Q8_0: Block("Q8_0", 32, 34),
-    IQ4_NL: Block("IQ4_NL", 32, 18),
-    MXFP4: Block("MXFP4", 32, 17),
-    NVFP4: Block("NVFP4", 64, 36),
+    Q4_0: Block("Q4_0", 32, 18, Form.INT4),
+    Q5_0: Block("Q5_0", 32, 22, Form.INT8),
+    Q8_0: Block("Q8_0", 32, 34, Form.INT8),
+    IQ4_NL: Block("IQ4_NL", 32, 18, Form.INT8),
+    MXFP4: Block("MXFP4", 32, 17, Form.MXFP4),
+    NVFP4: Block("NVFP4", 64, 36, Form.NVFP4),
+} | {
+    type_id: Block(
+        kind.name,
+        SUPER,
+        kind.nbytes,
+        {"Q4_K": Form.K4, "Q5_K": Form.K8_MIN, "Q2_K": Form.K8_MIN}.get(kind.name, Form.K8),
+    )
+    for type_id, kind in K_TYPES.items()
 }
 
 
-def metas(module: str, type_id: int, n: int, k: int) -> list[TensorMeta]:
+def form_of(types: Collection[int]) -> Form | None:
+    """The form that holds all these types exactly; None: there is none."""
+    forms = {BLOCKS[type_id].form if type_id in BLOCKS else None for type_id in types}
+    if len(forms) == 1:
+        return forms.pop()
+    if forms <= {Form.INT4, Form.INT8}:
+        return Form.INT8
+    return Form.K8_MIN if forms <= {Form.K4, Form.K8, Form.K8_MIN} else None
+
+
+def metas(module: str, form: Form, n: int, k: int) -> list[TensorMeta]:
     """The tensors of a module [N, K]."""
-    if type_id == NVFP4:
-        return [
-            TensorMeta(f"{module}.weight", "uint8", (n, k // 2)),
-            TensorMeta(f"{module}.weight_scale", "float8_e4m3fn", (n, k // 16)),
-            TensorMeta(f"{module}.weight_scale_2", "float32", (1,)),
-        ]
-    codes = {
-        Q4_0: TensorMeta(f"{module}.weight_packed", "int32", (n, k // 8)),
-        MXFP4: TensorMeta(f"{module}.weight_packed", "uint8", (n, k // 2)),
-    }.get(type_id, TensorMeta(f"{module}.weight", "int8", (n, k)))
-    dtype = "uint8" if type_id == MXFP4 else "float16"
-    return [codes, TensorMeta(f"{module}.weight_scale", dtype, (n, k // 32))]
+    made = {
+        Form.INT4: [("weight_packed", "int32", 8), ("weight_scale", "float16", 32)],
+        Form.INT8: [("weight", "int8", 1), ("weight_scale", "float16", 32)],
+        Form.MXFP4: [("weight_packed", "uint8", 2), ("weight_scale", "uint8", 32)],
+        Form.NVFP4: [("weight", "uint8", 2), ("weight_scale", "float8_e4m3fn", 16)],
+        Form.K4: [("weight_packed", "uint8", 2), *_supers("weight_scale", "int8", 32)],
+        Form.K8: [("weight", "int8", 1), *_supers("weight_scale", "int8", 16)],
+        Form.K8_MIN: [("weight", "int8", 1), *_supers("weight_scale", "int8", 16)],
+    }[form]
+    if form in (Form.K4, Form.K8_MIN):
+        made += _supers("weight_min", "uint8", 32 if form == Form.K4 else 16)
+    tensors = [TensorMeta(f"{module}.{name}", dtype, (n, k // of)) for name, dtype, of in made]
+    if form == Form.NVFP4:
+        tensors.append(TensorMeta(f"{module}.weight_scale_2", "float32", (1,)))
+    return tensors
 
 
-def split(type_id: int, raw: U8) -> Arrays:
+def _supers(name: str, dtype: str, group: int) -> list[tuple[str, str, int]]:
+    return [(name, "float16", SUPER), (name.replace("weight_", "weight_group_"), dtype, group)]
+
+
+def split(type_id: int, form: Form, raw: U8) -> Arrays:
     """Rows of blocks [N, bytes] -> tensors; `weight_scale_2` is a tensor of its own."""
+    if type_id in K_TYPES:
+        return _split_k_quant(type_id, form, raw)
     block = BLOCKS[type_id]
     blocks = raw.reshape(len(raw), -1, block.nbytes)
-    if type_id == NVFP4:
+    if form == Form.NVFP4:
         scales = blocks[:, :, :4].reshape(len(raw), -1)
         codes = _nibbles(blocks[:, :, 4:].reshape(len(raw), -1, 8))
         return {"weight": _pairs(codes), "weight_scale": np.where(scales == 0x7F, 0, scales)}
-    if type_id == MXFP4:
+    if form == Form.MXFP4:
         scales = np.ascontiguousarray(blocks[:, :, 0])
         return {"weight_packed": _pairs(_nibbles(blocks[:, :, 1:])), "weight_scale": scales}
     scale = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
     if type_id == Q8_0:
         numbers = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(raw), -1)
         return {"weight": numbers, "weight_scale": scale}
-    codes = _nibbles(blocks[:, :, 2:])
+    codes = _nibbles(blocks[:, :, -16:])
+    if form == Form.INT4:
+        return {"weight_packed": _pairs(codes).view("<i4"), "weight_scale": scale}
     if type_id == IQ4_NL:
-        return {"weight": _IQ4_NL[codes], "weight_scale": scale}
-    return {"weight_packed": _pairs(codes).view("<i4"), "weight_scale": scale}
+        return {"weight": TABLE[codes], "weight_scale": scale}
+    middle = 8
+    if type_id == Q5_0:
+        high = np.unpackbits(blocks[:, :, 2:6], axis=-1, bitorder="little")
+        codes, middle = codes | high.reshape(codes.shape) << np.uint8(4), 16
+    return {"weight": codes.astype(np.int8) - np.int8(middle), "weight_scale": scale}
+
+
+def _split_k_quant(type_id: int, form: Form, raw: U8) -> Arrays:
+    rows, kind = len(raw), K_TYPES[type_id]
+    parts = kind.take_apart(raw.reshape(-1, kind.nbytes))
+    q, groups = parts.q.reshape(rows, -1), SUPER // (32 if form == Form.K4 else 16)
+
+    def for_groups(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.repeat(groups // values.shape[1], axis=1).reshape(rows, -1)
+
+    made: Arrays = {"weight_packed": _pairs(q.view(np.uint8))} if form == Form.K4 else {"weight": q}
+    made["weight_scale"] = parts.scales.reshape(rows, -1)
+    made["weight_group_scale"] = for_groups(parts.group_scales)
+    if form == Form.K8:
+        return made
+    mins, group_mins = parts.mins, parts.group_mins
+    if mins is None or group_mins is None:
+        mins, group_mins = np.zeros_like(parts.scales), np.zeros((len(parts.q), 1), np.uint8)
+    made["weight_min"] = mins.reshape(rows, -1)
+    made["weight_group_min"] = for_groups(group_mins)
+    return made
 
 
 def _nibbles(packed: U8) -> U8:

@@ -1,8 +1,9 @@
 """The tensors of a GGUF file under Hugging Face's names.
 
-Tensors of 16 and 32 bits are read as they are. Of linear layers, the types of blocks.py become
-tensors of formats that the engine multiplies, exactly. All other quantised tensors are decoded to
-float32 by the `gguf` package, whose numbers are exact, and then rounded to the engine's 16 bits.
+Tensors of 16 and 32 bits are read as they are. Of linear layers and the head, the types of
+blocks.py become tensors of formats that the engine multiplies, exactly. All other quantised tensors
+are decoded to float32 by the `gguf` package, whose numbers are exact, and then rounded to the
+engine's 16 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.checks import brief
-from cpmcu.loading.gguf.blocks import BLOCKS, metas, split
+from cpmcu.loading.gguf.blocks import BLOCKS, Form, form_of, metas, split
 from cpmcu.loading.gguf.header import GgufHeader, GgufTensor
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
@@ -30,6 +31,7 @@ _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "output.scale": "lm_head.scale",
 }
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -74,15 +76,16 @@ class GgufCheckpoint:
             for module in [name.removesuffix(".weight") for name in self._sources]
             if f"{module}.scale" in self._sources
         }
-        packed = packed_modules(self._sources) if packs else set()
+        packed = packed_modules(self._sources) if packs else {}
         self._packed: dict[str, str] = {}  # name of a tensor of a packed module -> the module
+        self._forms = packed
         tensors: dict[str, StoredTensor] = {}
         for name, tensor in self._sources.items():
             module = name.removesuffix(".weight")
             if module not in packed:
                 tensors[name] = self._stored(name, tensor)
                 continue
-            for meta in metas(module, tensor.type_id, *tensor.shape):
+            for meta in metas(module, packed[module], *tensor.shape):
                 self._packed[meta.name] = module
                 tensors[meta.name] = StoredTensor(meta, tensor.path, None)
         self.tensors: Mapping[str, StoredTensor] = tensors
@@ -128,7 +131,7 @@ class GgufCheckpoint:
                 return self._factor(module)
             tensor = self._sources[f"{module}.weight"]
             rows = self._in_order(name, _raw(tensor, *_block_of(tensor)))
-            return split(tensor.type_id, rows)[name.removeprefix(f"{module}.")]
+            return split(tensor.type_id, self._forms[module], rows)[name.removeprefix(f"{module}.")]
         tensor = self._sources[name]
         values = _decode(tensor)
         if name.removesuffix(".weight") in self._factors:
@@ -160,28 +163,31 @@ def _same_matrix(module: str) -> list[str]:
     return [prefix + dot + part for part in parts]
 
 
-def packed_modules(sources: Mapping[str, GgufTensor]) -> set[str]:
-    """The linear layers that stay packed: all parts of a matrix have the same type.
+def packed_modules(sources: Mapping[str, GgufTensor]) -> dict[str, Form]:
+    """The linear layers that stay packed -> their form, one for all parts of a matrix.
 
-    `sources`: Hugging Face's name -> tensor. The head and embeddings are decoded.
+    `sources`: Hugging Face's name -> tensor. Embeddings are decoded, and a head that is one with
+    them.
     """
-    types = {
-        name.removesuffix(".weight"): tensor.type_id
+    tensors = {
+        name.removesuffix(".weight"): tensor
         for name, tensor in sources.items()
-        if name.endswith("_proj.weight")
-        and len(tensor.shape) == 2
-        and tensor.shape[0] % 8 == 0
-        and tensor.type_id in BLOCKS
-        and tensor.shape[1] % BLOCKS[tensor.type_id].values == 0
+        if name.endswith("_proj.weight") or name == "lm_head.weight"
     }
-    return {
-        module
-        for module, kind in types.items()
-        if all(
-            types.get(other, kind if f"{other}.weight" not in sources else None) == kind
-            for other in _same_matrix(module)
-        )
-    }
+
+    def fits(tensor: GgufTensor) -> bool:
+        block = BLOCKS.get(tensor.type_id)
+        if block is None or len(tensor.shape) != 2:
+            return False
+        return tensor.shape[0] % 8 == 0 and tensor.shape[1] % block.values == 0
+
+    forms: dict[str, Form] = {}
+    for module in tensors:
+        parts = [tensors[other] for other in _same_matrix(module) if other in tensors]
+        form = form_of({part.type_id for part in parts}) if all(map(fits, parts)) else None
+        if form is not None:
+            forms[module] = form
+    return forms
 
 
 def hf_name(name: str) -> str:
