@@ -56,29 +56,32 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     It reads weights, keys and values; with sparse attention the chosen blocks and the compressed
     keys. It reads and writes the states of gated delta nets.
     """
+    from cpmcu import C
+    from cpmcu.models import sparse
+
     rows = engine.memory_plan()
     weights = sum(
         row["bytes"] * _active_share(row["name"], spec) for row in rows if row["group"] == "weights"
     )
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
-    planes = [row["bytes"] for row in rows if row["group"] == "kv"]
     num_planes = 2 if spec.fp8_kv_cache else 1  # keys and values; their scales
-    num_pages = sum(planes) // engine.pages.page_bytes  # with those of idle slots
-    page_bytes = sum(planes[:num_planes]) // num_pages
+    entries = 0  # bytes of keys and values
+    for group, window in enumerate(engine.pages.windows):
+        name = f"pages.window_{window}" if window else "pages"
+        planes = [row["bytes"] for row in rows if row["group"] == "kv" and row["name"] == name]
+        page_bytes = sum(planes[:num_planes]) // engine.pages.num_pages(group)
+        entries += min(window or context, context) * page_bytes // C.PAGE_SIZE
     blocks: list[Any] = [block for layer in spec.layers for block in layer]
     states = sum(
         4 * params["num_value_heads"] * params["key_head_dim"] * params["value_head_dim"]
         for kind, params in blocks
         if kind == "gated_delta_net"
     )
-    from cpmcu import C
-    from cpmcu.models import sparse
-
     saved = sum(
         _saved_bytes(params, spec, context) for kind, params in blocks if kind == sparse.KIND
     )
-    return int(weights + context * page_bytes // C.PAGE_SIZE - saved + 2 * states)
+    return int(weights + entries - saved + 2 * states)
 
 
 def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int:

@@ -19,10 +19,11 @@ int64_t least_bytes(const std::vector<PageDemand>& groups);
 // The number of pages of each group. `bytes` is at least least_bytes. In this order, while memory
 // lasts:
 //   1. `least` of each group.
-//   2. Group 0: one sequence. So the longest context does not depend on max_num_seqs.
-//   3. Groups with a window: the windows of all running sequences.
-//   4. Groups with a window: a quarter of the rest. The prefix cache keeps windows there.
-//   5. Group 0: `most`.
+//   2. Groups with a window: the windows of all running sequences, of half of the rest at most.
+//   3. Group 0: one sequence. So the longest context depends little on max_num_seqs.
+//   4. Groups with a window: the windows of all running sequences.
+//   5. Groups with a window: a quarter of the rest. The prefix cache keeps windows there.
+//   6. Group 0: `most`.
 std::vector<int64_t> divide_pages(const std::vector<PageDemand>& groups, int64_t bytes);
 
 }  // namespace cpmcu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu.benchmarks.decoding import step_bytes
 from cpmcu.engine.prefix.base import PageCache
 from cpmcu.engine.runner import Runner
 from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
@@ -122,6 +124,36 @@ def test_a_long_sequence_has_few_pages(kind: str, window: int, device: str, tmp_
         target = models.target(FAMILY)
         logits = hf_logits(target.config, target.weights, prompt + greedy[:-1])
         assert (np.argmax(logits[len(prompt) - 1 :], -1) == greedy).mean() > 0.99  # near ties
+
+
+def test_memory_for_a_long_context(tmp_path: Path) -> None:
+    """Layers with a window need as much memory for any context."""
+    context, window, chunk = 1 << 20, 100, 256
+
+    def mebibytes(family: str, **config: Any) -> int:
+        """Of the KV cache: from the message that says what does not fit."""
+        made = write_tiny(tmp_path / family, family, max_position_embeddings=context, **config)
+        with pytest.raises(MemoryError, match="the model does not fit") as caught:
+            load_tiny(made.directory, max_model_len=context, chunk_length=chunk, memory_limit=1e-9)
+        found = re.search(rf"(\d+) MiB of KV cache for {context} tokens", str(caught.value))
+        assert found
+        return int(found[1])
+
+    full = mebibytes("llama", num_hidden_layers=2)
+    row = 2 * 2 * 2 * 16 * 4  # of two layers: k and v, heads, D, float32
+    assert full * 2**20 == row * context
+    assert full <= mebibytes(FAMILY, **layers(window)) <= full + 1
+
+
+def test_step_bytes(tmp_path: Path) -> None:
+    """A decode step reads the window of a layer with one, and the whole context of others."""
+    write_tiny(tmp_path, FAMILY, **layers(100))
+    loaded = load_tiny(tmp_path)
+    row = 2 * 2 * 2 * 16 * 4  # of two layers: k and v, heads, D, float32
+    weights = step_bytes(loaded.engine, loaded.spec, 0)
+    for context in (10, 100, 101, 300):
+        found = step_bytes(loaded.engine, loaded.spec, context) - weights
+        assert found == row * (context + min(context, 100))
 
 
 @pytest.mark.parametrize("kind", KINDS)

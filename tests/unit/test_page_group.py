@@ -194,12 +194,15 @@ def test_groups_share_the_memory(groups: list[tuple[int, ...]], spare: int) -> N
             shares[i] += 1
             rest -= groups[i][0]
 
+    def give_windows(column: int, most_bytes: int) -> None:
+        pages = most_bytes // max(sum(group[0] for group in groups[1:]), 1)
+        for i in range(1, len(groups)):
+            give(i, min(groups[i][column], shares[i] + pages))
+
+    give_windows(3, rest // 2)  # windows of running sequences
     give(0, groups[0][2])  # the longest sequence
-    for i in range(1, len(groups)):
-        give(i, groups[i][3])  # windows of running sequences
-    cached = rest // 4 // max(sum(group[0] for group in groups[1:]), 1)  # pages
-    for i in range(1, len(groups)):
-        give(i, min(groups[i][4], shares[i] + cached))
+    give_windows(3, rest)
+    give_windows(4, rest // 4)  # windows of cached prompts
     give(0, groups[0][4])
     total = sum(group[0] * group[1] for group in groups) + spare
     assert C.divide_pages(groups, total) == shares
