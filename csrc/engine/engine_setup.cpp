@@ -125,7 +125,7 @@ std::vector<PageDemand> Engine::page_demands() const {
       const int64_t window = std::min<int64_t>(sequence, group.most_pages(recent));
       const int64_t chunk = pages_for(limits_.max_tokens);  // of all sequences of a prefill step
       demand.sequence = demand.least = std::min(sequence, window + chunk);
-      demand.running = std::min(all, window * seqs + chunk);
+      demand.running = std::min(all, window * seqs + chunk + idle);
     }
     demand.least += idle;
     demand.sequence += idle;

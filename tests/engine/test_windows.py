@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from cpmcu.benchmarks.decoding import step_bytes
+from cpmcu.config import EngineConfig
 from cpmcu.engine.prefix.base import PageCache
 from cpmcu.engine.runner import Runner
+from cpmcu.loading.page_cache import make_page_cache
 from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
 from tests.engine.harness import SMALL, random_ids
 from tests.engine.prefix import PAGE, Job, num_free, running
@@ -156,6 +158,32 @@ def test_step_bytes(tmp_path: Path) -> None:
         assert found == row * (context + min(context, 100))
 
 
+def test_fp8_kv_cache(device: str, tmp_path: Path) -> None:
+    models = models_of(tmp_path, device, 70)
+    prompt, ahead, step = random_ids(150, VOCAB), 2, 32
+    found = []
+    for few in (False, True):
+        engine = engine_of(models, "", chunk_length=32, kv_cache_dtype="fp8_e4m3")
+        drive = Overwriting(engine, ahead) if few else Drive(engine, ahead)
+        with few_window_pages(engine, needed(70, step) + 1 if few else 1000):
+            found.append(drive.one(prompt, 200, **SAMPLINGS["seeded"]))
+    assert found[0] == found[1]
+
+
+def test_the_disk_is_off(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", FAMILY, **layers(33))
+    loaded = load_tiny(tmp_path / "model")
+    config = EngineConfig(
+        model=str(tmp_path / "model"), device="cpu", prefix_cache_dir=str(tmp_path / "cache")
+    )
+    make_page_cache(loaded, config).close()
+    assert [record.message for record in caplog.records] == [
+        "the prefix cache keeps nothing on disk: the model has layers with a window, whose pages "
+        "stay on the device"
+    ]
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_side_by_side(kind: str, device: str, tmp_path: Path) -> None:
     """Pages that one sequence gives back are used by others."""
@@ -247,6 +275,29 @@ def test_a_hit_is_shortened_to_where_pages_are(decoded: bool, device: str, tmp_p
             run(random_ids(470, VOCAB, seed=seed))
         assert run(first) == 0
         assert run(first) == 448
+        runner.call(lambda _: few.__exit__(None, None, None))
+
+
+def test_published_answers(device: str, tmp_path: Path) -> None:
+    """A second turn goes on behind the answer, though another prompt has taken pages."""
+    window = 70
+    models = models_of(tmp_path, device, window)
+    engine = engine_of(models, "", chunk_length=64)
+    prompt = random_ids(200, VOCAB, seed=1)
+    with running(engine, decoded=True) as (runner, _):
+        few = few_window_pages(engine, needed(window, 64) + 1)
+        runner.call(lambda _: few.__enter__())
+        for cached in (0, 256):
+            other = Job(random_ids(70, VOCAB, seed=2 + cached), 4)
+            runner.submit(other.request)
+            other.wait()
+            job = Job(prompt, 80)
+            runner.submit(job.request)
+            found = job.wait()
+            if device == "cpu":  # on a GPU, decoding and prefill round differently
+                assert found == models.plain(FAMILY, prompt, 80)
+            assert job.request.cached_tokens == cached
+            prompt = prompt + found
         runner.call(lambda _: few.__exit__(None, None, None))
 
 

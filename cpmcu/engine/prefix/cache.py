@@ -268,7 +268,7 @@ class PrefixCache(PageCache):
         evicted = self.evict(max(EVICTED_AT_ONCE, missing[0])) if missing[0] else 0
         for group, count in enumerate(missing[1:], 1):
             if count:
-                evicted += self._windows.evict(group, max(EVICTED_AT_ONCE, count))
+                evicted += self._windows.evict(group, count)
         return evicted > 0
 
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.base import Prefix
     from cpmcu.engine.prefix.index import Entry
 
+EVICTED_AT_ONCE = 8  # pages
+
 
 class WindowPages:
     """The pages of entries in the groups of layers with a window. For the engine thread only.
@@ -85,7 +87,8 @@ class WindowPages:
             kept = prefix.window_pages.setdefault(group, {})
             first = self._pages.first_of_slot(slot, group)
             held = self._pages.of_slot(slot, group)
-            ends = [range(self._first_read(group, end), end) for end in prefix.ends]
+            likely = (*prefix.ends, len(prefix.keys))  # the last one: if answers are published
+            ends = [range(self._first_read(group, end), end) for end in likely]
             dropped = []
             for i, entry in entries.items():
                 page = kept.pop(i, -1)
@@ -119,11 +122,16 @@ class WindowPages:
             self._pages.drop([max(pages) for pages in found if max(pages) >= 0], group)
 
     def evict(self, group: int, count: int) -> int:
-        """Evicts up to `count` pages that no sequence has. Returns their number."""
+        """Evicts `count` pages that no sequence has, or all if there are fewer.
+
+        Of the pages inside prompts more are evicted: evicting waits for the steps in flight.
+        Returns the number of evicted pages.
+        """
         found: list[int] = []
-        for pages in (self._inner[group], self._ends[group]):
+        most = max(count, EVICTED_AT_ONCE)
+        for pages, wanted in ((self._inner[group], most), (self._ends[group], count)):
             idle = (e for e, page in pages.items() if self._pages.num_owners(page, group) == 1)
-            for entry in list(itertools.islice(idle, count - len(found))):
+            for entry in list(itertools.islice(idle, max(wanted - len(found), 0))):
                 found.append(pages.pop(entry))
         self._pages.drop(found, group)
         return len(found)
