@@ -4,8 +4,10 @@ Layers with full attention have other heads (`global_head_dim`, `num_global_key_
 with `attention_k_eq_v` no v_proj: values are the keys before their norm and RoPE. Values have a
 norm without weights. The softmax scale is 1. `layer_scalar` multiplies the residual stream after
 each layer. With `enable_moe_block`, experts run beside the MLP
-(csrc/layers/mlp_and_experts.cpp). Files with towers for images and sound have the keys of the
-language model in `text_config`; the engine runs the language model.
+(csrc/layers/mlp_and_experts.cpp). In the E models, each layer adds an embedding of its own
+(csrc/layers/per_layer_input.cpp), and the last `num_kv_shared_layers` layers read keys and values
+of the last layer of their kind before them. Files with towers for images and sound have the keys
+of the language model in `text_config`; the engine runs the language model.
 """
 
 from __future__ import annotations
@@ -64,8 +66,19 @@ _EXPERT_NAMES = {
     ".router.per_expert_scale": ".mlp.expert_scale",
     ".experts.": ".mlp.experts.",
 }
+# The names of embeddings of each layer, before the others.
+_PER_LAYER_NAMES = {
+    "model.embed_tokens_per_layer.": "model.layers.0.per_layer_embedding.table.",
+    "model.per_layer_model_projection.": "model.layers.0.per_layer_embedding.projection.",
+    "model.per_layer_projection_norm.": "model.layers.0.per_layer_embedding.norm.",
+    ".per_layer_input_gate.": ".per_layer_input.gate.",
+    ".per_layer_projection.": ".per_layer_input.projection.",
+    ".post_per_layer_input_norm.": ".per_layer_input_output_norm.",
+    ".layer_scalar": ".per_layer_input_output_scale",
+}
 _NOT_OF_THE_TEXT = re.compile(r"^(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
 _K_PROJ = re.compile(r"^model\.layers\.(?P<layer>\d+)\.self_attn\.k_proj\.")
+_KV = re.compile(r"^model\.layers\.(?P<layer>\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
 def gemma4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
@@ -73,8 +86,15 @@ def gemma4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     if _NOT_OF_THE_TEXT.match(name):
         return ()
     name = name.replace("model.language_model.", "model.", 1)
-    has_experts = any(kind == "mlp_and_experts" for kind, _ in fields.layers[0])
-    for own, engine in (_EXPERT_NAMES if has_experts else _NAMES).items():
+    kinds = [kind for kind, _ in fields.layers[0]]
+    renamed = _EXPERT_NAMES if "mlp_and_experts" in kinds else _NAMES
+    if "per_layer_input" in kinds:
+        scale = ".layer_scalar"
+        renamed = {**_PER_LAYER_NAMES, **renamed, scale: _PER_LAYER_NAMES[scale]}
+    kv = _KV.match(name)
+    if kv and "kv_layer" in dict(fields.layers[int(kv["layer"])])["attention"]:
+        return ()  # of another layer; some files have them
+    for own, engine in renamed.items():
         if own in name:
             return expert_names(name.replace(own, engine), fields)
     keys = _K_PROJ.match(name)
@@ -100,11 +120,30 @@ def build_gemma4(config: Mapping[str, Any], options: BuildOptions) -> SpecFields
     sliding = attention | {"window": window}
     if window >= (options.max_model_len or fields.max_position_embeddings):
         sliding = attention
-    mlp = _mlp(reader)
+    mlp_kind, mlp = _mlp(reader)
+    width = reader.config.get("hidden_size_per_layer_input", 256)
+    if width:
+        width = reader.positive_int("hidden_size_per_layer_input", default=256)
+        _check_per_layer(reader, width)
+    owners = _kv_layers(reader, kinds)
     layers = []
     for layer, kind in enumerate(kinds):
         params = sliding if kind == KINDS[0] else attention | _full(reader, layer, of_kind, options)
-        layers.append((("attention", params), mlp))
+        blocks: list[tuple[str, Mapping[str, Any]]] = []
+        if width and layer == 0:
+            blocks.append(("per_layer_embedding", {"width": width, "input_norm": False}))
+        if owners[layer] is None:
+            blocks += [("attention", params), (mlp_kind, mlp)]
+        else:
+            wide = reader.flag("use_double_wide_mlp") and mlp_kind == "mlp"
+            own = {"intermediate_size": 2 * fields.intermediate_size} if wide else {}
+            blocks += [("attention", {**params, "kv_layer": owners[layer]}), (mlp_kind, mlp | own)]
+        if width:
+            # layer_scalar comes after the last block.
+            blocks[-1] = (mlp_kind, {**blocks[-1][1], "output_scale": False})
+            per_layer = {"input_norm": False, "output_norm": True, "output_scale": True}
+            blocks.append(("per_layer_input", per_layer | {"width": width, "layer": layer}))
+        layers.append(tuple(blocks))
     full = [layer for layer, kind in enumerate(kinds) if kind == KINDS[1]]
     cap = reader.config.get("final_logit_softcapping")
     return replace(
@@ -134,20 +173,30 @@ def _mlp(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
 
 def _refuse(reader: ConfigReader) -> None:
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
-    reader.refuse("use_double_wide_mlp", "layers of two widths are not supported")
     if reader.config.get("use_bidirectional_attention") == "all":
         raise reader.fail("use_bidirectional_attention", "null or 'vision': attention is causal")
     if reader.config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise reader.fail("hidden_activation", "'gelu_pytorch_tanh'")
-    if reader.config.get("hidden_size_per_layer_input", 256):
-        raise reader.fail(
-            "hidden_size_per_layer_input",
-            "0: embeddings of each layer, as in E2B and E4B, are not supported",
-        )
-    if reader.config.get("num_kv_shared_layers"):
-        raise reader.fail(
-            "num_kv_shared_layers", "0: keys and values of another layer are not supported"
-        )
+
+
+def _check_per_layer(reader: ConfigReader, width: int) -> None:
+    if width % 8:
+        raise reader.fail("hidden_size_per_layer_input", "a multiple of 8")
+    vocab_size = reader.positive_int("vocab_size")
+    if reader.positive_int("vocab_size_per_layer_input", default=262144) != vocab_size:
+        raise reader.fail("vocab_size_per_layer_input", f"vocab_size={vocab_size}")
+
+
+def _kv_layers(reader: ConfigReader, kinds: Sequence[str]) -> list[int | None]:
+    """For each layer, the one whose keys and values it reads; None: its own."""
+    shared = reader.config.get("num_kv_shared_layers") or 0
+    if shared:
+        shared = reader.positive_int("num_kv_shared_layers", most=len(kinds) - 1)
+    first = len(kinds) - shared
+    last_of = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    if missing := set(kinds[first:]) - set(last_of):
+        raise reader.fail("num_kv_shared_layers", f"a layer of {missing.pop()} before those layers")
+    return [None if layer < first else last_of[kind] for layer, kind in enumerate(kinds)]
 
 
 def _full(

@@ -22,26 +22,29 @@ void bind_family_ops(py::module_& m) {
   m.def(
       "gated_activation",
       [](const OpsContext& c, SharedArray out, SharedArray x, const std::string& kind, float alpha,
-         float limit, bool alternates, SharedArray bias, SharedArray index, SharedArray order) {
+         float limit, bool alternates, SharedArray bias, SharedArray index, SharedArray order,
+         SharedArray up, int first_up) {
         const Activation activation = kind == "silu"        ? Activation::kSilu
                                       : kind == "gelu_tanh" ? Activation::kGeluTanh
                                                             : Activation::kClampedSwiglu;
-        gated_activation(c.ctx, {tensor_of(out), tensor_of(x), activation, alpha, limit, alternates,
-                                 tensor_of(bias), ints(index), ints(order)});
+        gated_activation(c.ctx,
+                         {tensor_of(out), tensor_of(x), activation, alpha, limit, alternates,
+                          tensor_of(bias), ints(index), ints(order), tensor_of(up), first_up});
       },
       "ctx"_a, py::kw_only(), "out"_a, "x"_a, "kind"_a, "alpha"_a = 1.f, "limit"_a = 0.f,
       "alternates"_a = false, "bias"_a = SharedArray(), "index"_a = SharedArray(),
-      "order"_a = SharedArray(),
+      "order"_a = SharedArray(), "up"_a = SharedArray(), "first_up"_a = 0,
       "csrc/kernels/layer/gated_activation.h. kind: silu, gelu_tanh or clamped_swiglu.");
   m.def(
       "norm_add",
       [](const OpsContext& c, SharedArray hidden, SharedArray x, SharedArray weight, float eps,
-         float weight_offset, SharedArray scale) {
+         float weight_offset, SharedArray scale, float factor) {
         norm_add(c.ctx, {tensor_of(hidden), tensor_of(x), tensor_of(weight), eps, weight_offset,
-                         tensor_of(scale)});
+                         tensor_of(scale), factor});
       },
       "ctx"_a, py::kw_only(), "hidden"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f,
-      "weight_offset"_a = 0.f, "scale"_a = SharedArray(), "csrc/kernels/layer/norm_add.h");
+      "weight_offset"_a = 0.f, "scale"_a = SharedArray(), "factor"_a = 1.f,
+      "csrc/kernels/layer/norm_add.h");
   m.def(
       "norm_heads",
       [](const OpsContext& c, SharedArray x, int first, int num_groups, int width,

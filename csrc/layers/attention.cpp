@@ -32,6 +32,7 @@ struct AttentionShape {
   bool v_norm;           // RMSNorm of each v head, without weights
   bool o_bias, sinks;
   bool gate_proj;  // the output is multiplied by the sigmoid of a further projection
+  int kv_layer;    // the layer whose keys and values this block reads; -1: its own
   float softmax_scale;
   float rope_attention_scaling;
   float query_scale_beta;  // 0: no scale (kernels/layer/scale_queries.h)
@@ -51,6 +52,7 @@ struct AttentionShape {
         o_bias(params.flag("o_bias", false)),
         sinks(params.flag("sinks", false)),
         gate_proj(params.flag("gate_proj", false)),
+        kv_layer(params.integer("kv_layer", -1)),
         softmax_scale(params.number("softmax_scale", 1 / std::sqrt(static_cast<float>(head_dim)))),
         rope_attention_scaling(
             params.number("rope_attention_scaling", spec.rope_attention_scaling)),
@@ -61,7 +63,7 @@ struct AttentionShape {
         {"num_attention_heads", "num_key_value_heads", "head_dim", "window", "qkv_bias", "qk_norm",
          "output_gate", "rope_inv_freq", "rope_attention_scaling", "query_scale_beta",
          "query_scale_length", "joint_qk_norm", "qk_norm_weights", "v_norm", "o_bias", "sinks",
-         "gate_proj", "softmax_scale"});
+         "gate_proj", "softmax_scale", "kv_layer"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
           "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
@@ -76,6 +78,9 @@ struct AttentionShape {
     CHECK(
         !(qkv_bias && (joint_qk_norm || v_norm)),
         "an attention block has a bias on q, k and v, expected none with joint_qk_norm or v_norm");
+    CHECK(!shares_kv() || (!qkv_bias && !output_gate && !joint_qk_norm),
+          "an attention block has kv_layer and a bias, an output gate or joint_qk_norm, expected "
+          "one of them");
     CHECK(softmax_scale > 0, "softmax_scale is {}, expected a number above 0", softmax_scale);
     CHECK(query_scale_length >= 1, "query_scale_length is {}, expected at least 1",
           query_scale_length);
@@ -85,8 +90,13 @@ struct AttentionShape {
   int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
   // Rows of q_proj: with an output gate, each query head is followed by its gate.
   int64_t q_rows() const { return (output_gate ? 2 : 1) * q_size(); }
-  int64_t qkv_size() const { return q_rows() + 2 * kv_size(); }
+  bool shares_kv() const { return kv_layer >= 0; }
+  int64_t qkv_size() const { return q_rows() + (shares_kv() ? 0 : 2 * kv_size()); }
   QkvLayout layout() const {
+    if (shares_kv()) {
+      const auto q = static_cast<int>(q_rows());
+      return {.row = q, .q_head = head_dim, .k = q, .v = q};
+    }
     if (!output_gate) return {};
     const auto k = static_cast<int>(q_rows()), kv = static_cast<int>(kv_size());
     return {.row = k + 2 * kv, .q_head = 2 * head_dim, .k = k, .v = k + kv};
@@ -110,19 +120,23 @@ class AttentionBlock : public Block {
           "a sparse_attention block has a window of {}, expected none", shape_.window);
     CHECK(!sparse_ || !spec_.fp8_kv_cache,
           "a sparse_attention block has an fp8 KV cache, expected a 16-bit one");
+    CHECK(!sparse_ || !shape_.shares_kv(),
+          "a sparse_attention block has kv_layer {}, expected keys of its own", shape_.kv_layer);
     CHECK(!sparse_ || !shape_.sinks, "a sparse_attention block has sinks, expected none");
     CHECK(!spec_.fp8_kv_cache || shape_.head_dim % 16 == 0,
           "head_dim is {}, expected a multiple of 16 for an fp8 KV cache", shape_.head_dim);
     const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     const int in_features = config.in_features ? config.in_features : spec_.hidden_size;
-    qkv_ =
-        make_linear(spec_.linear_method_of(attn + "qkv_proj"),
-                    {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
-                     .in_features = in_features,
-                     .dtype = spec_.dtype,
-                     .options = spec_.linear_options_of(attn + "qkv_proj"),
-                     .name = attn + "qkv_proj"});
+    std::vector<LinearPart> parts{{attn + "q_proj", q}};
+    if (!shape_.shares_kv())
+      parts.insert(parts.end(), {{attn + "k_proj", kv}, {attn + "v_proj", kv}});
+    qkv_ = make_linear(spec_.linear_method_of(attn + "qkv_proj"),
+                       {.parts = std::move(parts),
+                        .in_features = in_features,
+                        .dtype = spec_.dtype,
+                        .options = spec_.linear_options_of(attn + "qkv_proj"),
+                        .name = attn + "qkv_proj"});
     out_ = make_linear(spec_.linear_method_of(attn + "o_proj"),
                        {.parts = {{attn + "o_proj", spec_.hidden_size}},
                         .in_features = shape_.q_size(),
@@ -173,12 +187,19 @@ class AttentionBlock : public Block {
     const PagedPlane plane{.num_heads = shape_.num_kv_heads,
                            .width = shape_.head_dim,
                            .dtype = spec_.fp8_kv_cache ? DType::kU8 : spec_.dtype};
-    keys_id_ = state.add_paged(plane, shape_.window);
-    values_id_ = state.add_paged(plane, shape_.window);
+    const std::string owner = shape_.shares_kv()
+                                  ? scope_ + "model.layers." + std::to_string(shape_.kv_layer) + "."
+                                  : prefix_;
+    const auto paged = [&](const PagedPlane& of, const std::string& name) {
+      return shape_.shares_kv() ? state.find_paged(of, shape_.window, owner + name)
+                                : state.add_paged(of, shape_.window, owner + name);
+    };
+    keys_id_ = paged(plane, "keys");
+    values_id_ = paged(plane, "values");
     if (spec_.fp8_kv_cache) {
       const PagedPlane scales{.num_heads = shape_.num_kv_heads, .width = 1, .dtype = DType::kF32};
-      key_scales_id_ = state.add_paged(scales, shape_.window);
-      value_scales_id_ = state.add_paged(scales, shape_.window);
+      key_scales_id_ = paged(scales, "key_scales");
+      value_scales_id_ = paged(scales, "value_scales");
     }
     if (sparse_) {
       sparse_->plan(plan, state, limits, plane, shape_.num_heads,
@@ -252,7 +273,7 @@ class AttentionBlock : public Block {
     }
     if (!q_norm_.empty() && shape_.qk_norm_weights) {
       table.add(prefix_ + "self_attn.q_norm.weight", q_norm_);
-      table.add(prefix_ + "self_attn.k_norm.weight", k_norm_);
+      if (!shape_.shares_kv()) table.add(prefix_ + "self_attn.k_norm.weight", k_norm_);
     }
     if (gate_ != nullptr) gate_->list_tensors(table);
     if (shape_.o_bias) {
@@ -302,11 +323,11 @@ class AttentionBlock : public Block {
                                 .k_scales = key_scales_,
                                 .v_scales = value_scales_,
                                 .num_heads = shape_.num_heads,
-                                .num_kv_heads = shape_.num_kv_heads,
+                                .num_kv_heads = shape_.shares_kv() ? 0 : shape_.num_kv_heads,
                                 .head_dim = shape_.head_dim,
                                 .tokens = tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
-    if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
+    if (queue == nullptr || shape_.shares_kv() || !queue->push(rotary)) rotary_kv(ctx, rotary);
     if (scales_queries_) {
       scale_queries(ctx, {.qkv = qkv,
                           .layout = shape_.layout(),
@@ -393,7 +414,7 @@ class AttentionBlock : public Block {
       norm.first = q, norm.width = kv, norm.weight = k_norm_;
       norm_heads(ctx, norm);
     }
-    if (!shape_.v_norm) return;
+    if (!shape_.v_norm || shape_.shares_kv()) return;
     norm.first = q + kv, norm.num_groups = shape_.num_kv_heads, norm.width = shape_.head_dim;
     norm.weight = {};
     norm_heads(ctx, norm);

@@ -30,9 +30,9 @@ class Sublayer {
     const bool norms_input = own.flag("input_norm", true), scales = own.flag("output_scale", false);
     config.adds = !own.flag("output_norm", false);
     eps_ = own.number("output_norm_eps", eps_);
-    CHECK(config.adds ? norms_input && !scales : spec_->residual_scale == 1,
-          "{}{} has no input norm, an output_scale, or a residual scale beside output_norm; "
-          "expected output_norm with the first two and not with the last",
+    CHECK(config.adds ? !scales : spec_->residual_scale == 1,
+          "{}{} has an output_scale without output_norm, or a residual scale beside it; expected "
+          "output_norm with the first and not with the last",
           config.prefix, kind);
     block_ = BlockRegistry::instance().create("block", kind, config);
     if (norms_input) norm_.emplace(*spec_, block_->norm_name());

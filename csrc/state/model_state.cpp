@@ -10,7 +10,8 @@ int64_t SlotTensor::num_bytes() const {
   return bytes;
 }
 
-ModelState::PagedId ModelState::add_paged(const PagedPlane& plane, int window) {
+ModelState::PagedId ModelState::add_paged(const PagedPlane& plane, int window,
+                                          const std::string& name) {
   CHECK_STATE(plane.rows_per_page >= 1 && plane.rows_per_page <= kPageSize &&
                   plane.num_heads >= 1 && plane.width >= 1,
               "a paged plane of {} heads, {} rows a page and width {}", plane.num_heads,
@@ -22,7 +23,20 @@ ModelState::PagedId ModelState::add_paged(const PagedPlane& plane, int window) {
   if (planes == planes_.end()) {
     planes = planes_.insert(planes_.end(), {.plane = plane, .window = window});
   }
-  return {static_cast<int>(planes - planes_.begin()), planes->count++};
+  const PagedId id{static_cast<int>(planes - planes_.begin()), planes->count++};
+  if (!name.empty()) named_[name] = id;
+  return id;
+}
+
+ModelState::PagedId ModelState::find_paged(const PagedPlane& plane, int window,
+                                           const std::string& name) const {
+  const auto found = named_.find(name);
+  CHECK(found != named_.end() && planes_of(found->second).plane == plane &&
+            planes_of(found->second).window == (has_gaps_ ? 0 : window),
+        "no earlier layer has a plane {} of {} heads of {} and a window of {}, expected one to "
+        "share",
+        name, plane.num_heads, plane.width, window);
+  return found->second;
 }
 
 ModelState::SlotId ModelState::add_slot(const SlotTensor& tensor) {

@@ -57,8 +57,11 @@ class ModelState {
   struct SlotId {
     int index = -1;
   };
-  // `window`: tokens to which the layer attends, itself included; 0: all.
-  PagedId add_paged(const PagedPlane& plane, int window = 0);
+  // `window`: tokens to which the layer attends, itself included; 0: all. Other blocks of the model
+  // may read a plane that has a name.
+  PagedId add_paged(const PagedPlane& plane, int window = 0, const std::string& name = "");
+  // The plane of this name, which must be alike. Declared by an earlier block.
+  PagedId find_paged(const PagedPlane& plane, int window, const std::string& name) const;
   SlotId add_slot(const SlotTensor& tensor);
 
   std::vector<int> windows() const;      // of its planes; a window may occur several times
@@ -110,6 +113,7 @@ class ModelState {
   bool has_gaps_;
   int num_slots_ = 0;
   std::vector<Planes> planes_;
+  std::map<std::string, PagedId> named_;
   std::vector<Slots> slots_;
 };
 

@@ -60,6 +60,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 40,
         },
     ),
+    "gemma4 E": (
+        "gemma4",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 24,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gemma4 with heads of 512": (
         "gemma4",
         {

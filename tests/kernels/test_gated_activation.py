@@ -67,6 +67,25 @@ def test_activates(
     check(run, device, expected, "exact_inputs", dtype)
 
 
+@on_devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "width"), sizes((1, 8), (7, 24), (67, 1536)))
+def test_up_of_another_tensor(device: str, dtype: str, num_rows: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    gate = rounded(rng.standard_normal((num_rows, width)) * 4, dtype)
+    up = rounded(rng.standard_normal((num_rows, width + 24)) * 4, dtype)
+
+    def run(device: str) -> np.ndarray:
+        out = put(device, np.zeros((num_rows, width)), dtype)
+        ops.gated_activation(
+            context(device), out=out, x=put(device, gate, dtype), kind="gelu_tanh",
+            up=put(device, up, dtype), first_up=16,
+        )  # fmt: skip
+        return get(out)
+
+    expected = activated("gelu_tanh", gate, up[:, 16 : 16 + width], 1, 0)
+    check(run, device, expected, "exact_inputs", dtype)
+
+
 @on_devices
 def test_gate_and_up_have_one_width(device: str) -> None:
     out, x = (put(device, np.ones((1, width)), "float16") for width in (16, 24))

@@ -68,14 +68,14 @@ def test_norm_add(device: str, dtype: str, scaled: bool, num_rows: int, width: i
     hidden, x = (rounded(rng.standard_normal((num_rows, width)) * 3, dtype) for _ in range(2))
     weight = rounded(rng.uniform(0.5, 1.5, width), dtype)
     scale = rounded([0.7 if scaled else 1.0], dtype)
-    expected = (hidden + normed(x, weight)) * scale
+    expected = (hidden + normed(x, weight)) * scale * 0.5
 
     def run(device: str) -> np.ndarray:
         array = put(device, hidden, dtype)
         given = {"scale": put(device, scale, dtype)} if scaled else {}
         ops.norm_add(
             context(device), hidden=array, x=put(device, x, dtype),
-            weight=put(device, weight, dtype), eps=EPS, **given,
+            weight=put(device, weight, dtype), eps=EPS, factor=0.5, **given,
         )  # fmt: skip
         return get(array)
 

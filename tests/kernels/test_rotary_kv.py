@@ -182,6 +182,25 @@ def test_prefill_chunk(device: str, dtype: str) -> None:
     check_step(device, dtype, Step(lengths=[100, 0], counts=[257, 31]), (4, 2, 64))
 
 
+@on_devices_and_dtypes
+def test_queries_without_keys(device: str, dtype: str) -> None:
+    """The queries of a layer that reads another layer's keys are those with keys beside them."""
+    step = Step(lengths=[5, 70], counts=[1, 9])
+    rng = np.random.default_rng(0)
+    qkv = rounded(rng.standard_normal((step.num_rows, 5 * 64)), dtype)
+    cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), dtype)
+    found = []
+    for num_kv_heads, columns in ((1, 5 * 64), (0, 3 * 64)):
+        array = put(device, qkv[:, :columns], dtype)
+        ops.rotary_kv(context(device), ops.RotaryKv(
+            qkv=array, inv_freq=put(device, inv_freq_of(64)), num_heads=3,
+            num_kv_heads=num_kv_heads, head_dim=64, tokens=step.rows(device),
+            q_norm=put(device, np.ones(64), dtype), k_cache=cache, v_cache=cache,
+        ))  # fmt: skip
+        found.append(array.numpy()[:, : 3 * 64])
+    assert np.array_equal(*found)
+
+
 @on_devices
 def test_qkv_must_have_all_heads(device: str) -> None:
     step = Step(lengths=[0], counts=[1])

@@ -191,6 +191,8 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     if "hidden_size" in overrides or "num_attention_heads" in overrides:
         config.pop("head_dim")
     config |= overrides
+    if family == "gemma4":
+        config.setdefault("vocab_size_per_layer_input", config["vocab_size"])
     return {
         key: value for key, value in config.items() if value is not None or key not in overrides
     }
@@ -232,6 +234,11 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             for place in ("pre_feedforward", "post_feedforward"):
                 weights[f"{prefix}{place}_layernorm.weight"] = norm(hidden)
             weights[prefix + "layer_scalar"] = norm(1)
+            own = config["hidden_size_per_layer_input"]
+            if own:
+                weights[prefix + "per_layer_input_gate.weight"] = matrix(own, hidden)
+                weights[prefix + "per_layer_projection.weight"] = matrix(hidden, own)
+                weights[prefix + "post_per_layer_input_norm.weight"] = norm(hidden)
             if config.get("enable_moe_block"):
                 weights |= gemma_experts(config, prefix, matrix, norm)
         is_olmo = model_type in ("olmo2", "olmo3")
@@ -249,6 +256,10 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)
         if is_gemma and is_full and config["attention_k_eq_v"]:
             del weights[prefix + "self_attn.v_proj.weight"]
+        first_shared = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+        if is_gemma and layer >= first_shared:
+            for part in ("k_proj", "v_proj", "k_norm"):
+                weights.pop(f"{prefix}self_attn.{part}.weight", None)
         weights[prefix + "self_attn.o_proj.weight"] = matrix(hidden, q_size)
         if model_type in ("gpt_oss", "granite_swa"):
             weights[prefix + "self_attn.sinks"] = 2 * norm(heads)
@@ -277,6 +288,8 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
             weights[prefix + "shared_mlp.input_linear.weight"] = matrix(2 * width, hidden)
             weights[prefix + "shared_mlp.output_linear.weight"] = matrix(hidden, width)
             modules = {}
+        if config.get("use_double_wide_mlp") and layer >= first_shared:
+            modules = {"mlp.": 2 * inner}
         for module, width in modules.items():
             weights[f"{prefix}{module}gate_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}up_proj.weight"] = matrix(width, hidden)
@@ -284,6 +297,12 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         if model_type == "phi3":
             fuse_rows(weights, prefix + "self_attn.", "qkv_proj", ("q", "k", "v"))
             fuse_rows(weights, prefix + "mlp.", "gate_up_proj", ("gate", "up"))
+    if own := config.get("hidden_size_per_layer_input"):
+        columns = own * config["num_hidden_layers"]
+        table = rng.standard_normal((config["vocab_size"], columns)).astype(np.float32)
+        weights["model.embed_tokens_per_layer.weight"] = table
+        weights["model.per_layer_model_projection.weight"] = matrix(columns, hidden)
+        weights["model.per_layer_projection_norm.weight"] = norm(own)
     weights["model.norm.weight"] = norm(hidden)
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)

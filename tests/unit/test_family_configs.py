@@ -443,8 +443,14 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("olmo3", {"layer_types": ["mamba"] * 2}, ["layer_types has mamba", "full_attention"]),
     ("olmo3", {"sliding_window": 0}, ["sliding_window is 0", "a positive integer"]),
     ("gemma4", {"enable_moe_block": True}, ["top_k_experts is missing", "a positive integer"]),
-    ("gemma4", {"hidden_size_per_layer_input": 256}, ["hidden_size_per_layer_input is 256", "0:"]),
-    ("gemma4", {"num_kv_shared_layers": 1}, ["num_kv_shared_layers is 1", "of another layer"]),
+    ("gemma4", {"hidden_size_per_layer_input": 20}, ["hidden_size_per_layer_input is 20", "of 8"]),
+    (
+        "gemma4",
+        {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 8},
+        ["vocab_size_per_layer_input is 8", "vocab_size=203"],
+    ),
+    ("gemma4", {"num_kv_shared_layers": 1}, ["num_kv_shared_layers is 1", "full_attention before"]),
+    ("gemma4", {"num_kv_shared_layers": 2}, ["num_kv_shared_layers is 2", "at most 1"]),
     ("gemma4", {"hidden_activation": "silu"}, ["hidden_activation is 'silu'", "'gelu_pytorch"]),
     (
         "gemma4",

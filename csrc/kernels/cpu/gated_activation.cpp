@@ -32,7 +32,7 @@ void gated_activation(const Context&, const GatedActivationParams& p) {
     using T = decltype(t);
 #pragma omp parallel for if (num_rows * width > 16384)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const T* x = p.x.as<T>() + row * 2 * width;
+      const T* x = p.x.as<T>() + row * p.x.size(1);
       T* out = p.out.as<T>() + row * width;
       const int64_t place = p.order == nullptr ? row : p.order[row];
       const T* bias = p.bias.empty()
@@ -41,6 +41,13 @@ void gated_activation(const Context&, const GatedActivationParams& p) {
       const auto value = [&](int64_t at) {
         return to_float(x[at]) + (bias == nullptr ? 0 : to_float(bias[at]));
       };
+      if (!p.up.empty()) {
+        const T* up = p.up.as<T>() + row * p.up.size(1) + p.first_up;
+        for (int64_t i = 0; i < width; ++i) {
+          out[i] = from_float<T>(activate(p, to_float(x[i]), to_float(up[i])));
+        }
+        continue;
+      }
       for (int64_t i = 0; i < width; ++i) {
         const int64_t gate = p.alternates ? 2 * i : i, up = p.alternates ? 2 * i + 1 : width + i;
         out[i] = from_float<T>(activate(p, value(gate), value(up)));

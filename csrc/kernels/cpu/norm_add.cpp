@@ -12,7 +12,7 @@ void norm_add(const Context&, const NormAddParams& p) {
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     const T* weight = p.weight.as<T>();
-    const float out_scale = p.scale.empty() ? 1 : to_float(*p.scale.as<T>());
+    const float out_scale = p.factor * (p.scale.empty() ? 1 : to_float(*p.scale.as<T>()));
 #pragma omp parallel for if (num_rows * width > 65536)
     for (int64_t row = 0; row < num_rows; ++row) {
       const T* x = p.x.as<T>() + row * width;

@@ -37,9 +37,12 @@ struct Pairs {
   float gate[8], up[8];
 
   template <typename T>
-  __device__ __forceinline__ Pairs(const T* row, int at, int width, bool alternates) {
-    const Vec16<T> a = load<T, 8>(row + (alternates ? 2 * at : at));
-    const Vec16<T> b = load<T, 8>(row + (alternates ? 2 * at + 8 : width + at));
+  __device__ __forceinline__ Pairs(const T* row, int at, int width, bool alternates)
+      : Pairs(row + (alternates ? 2 * at : at), row + (alternates ? 2 * at + 8 : width + at),
+              alternates) {}
+  template <typename T>
+  __device__ __forceinline__ Pairs(const T* first, const T* second, bool alternates) {
+    const Vec16<T> a = load<T, 8>(first), b = load<T, 8>(second);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (alternates) {
@@ -59,13 +62,14 @@ template <typename T, Activation kKind>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_kernel(T* out, const T* x, int width, float alpha, float limit,
                             bool alternates, const T* __restrict__ bias, const int* index,
-                            const int* order) {
+                            const int* order, const T* up, int64_t up_stride) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int64_t row = blockIdx.x;
   const int at = (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * 8;
   if (at >= width) return;
-  Pairs pairs(x + row * 2 * width, at, width, alternates);
+  Pairs pairs = up == nullptr ? Pairs(x + row * 2 * width, at, width, alternates)
+                              : Pairs(x + row * width + at, up + row * up_stride + at, false);
   if (bias != nullptr) {
     const int64_t place = order == nullptr ? row : order[row];
     const int64_t from = index == nullptr ? 0 : index[place];
@@ -90,6 +94,7 @@ void gated_activation(const Context& ctx, const GatedActivationParams& p) {
   check_gated_activation(p);
   check_rows("gated_activation", "x", p.x);
   check_rows("gated_activation", "out", p.out);
+  CHECK(is_aligned16(p.up.data()), "gated_activation: up is not aligned to 16 bytes");
   CHECK(is_aligned16(p.bias.data()), "gated_activation: the bias is not aligned to 16 bytes");
   if (p.out.size(0) == 0) return;
   const int width = static_cast<int>(p.out.size(1));
@@ -98,7 +103,8 @@ void gated_activation(const Context& ctx, const GatedActivationParams& p) {
     using T = decltype(t);
     const auto run = [&](auto kernel) {
       launch(ctx, kernel, grid, dim3(kThreads), 0, p.out.as<T>(), p.x.as<T>(), width, p.alpha,
-             p.limit, p.alternates, p.bias.as<T>(), p.index, p.order);
+             p.limit, p.alternates, p.bias.as<T>(), p.index, p.order,
+             p.up.empty() ? nullptr : p.up.as<T>() + p.first_up, p.up.empty() ? 0 : p.up.size(1));
     };
     switch (p.kind) {
       case Activation::kSilu:

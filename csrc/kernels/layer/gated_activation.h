@@ -14,7 +14,7 @@ enum class Activation { kSilu, kGeluTanh, kClampedSwiglu };
 
 struct GatedActivationParams {
   Tensor out;  // [R, I]
-  Tensor x;    // [R, 2 I], same dtype: gate, then up
+  Tensor x;    // [R, 2 I], same dtype: gate, then up; with `up`, [R, I]: gate
   Activation kind = Activation::kSilu;
   float alpha = 1;
   float limit = 0;
@@ -23,15 +23,24 @@ struct GatedActivationParams {
   // Row r has row index[order[r]] of `bias`; both on the device. order null: index[r].
   const int* index = nullptr;
   const int* order = nullptr;
+  Tensor up{};  // [R, columns], dtype of x: up is columns [first_up, first_up + I); no bias then
+  int64_t first_up = 0;
 };
 
 inline void check_gated_activation(const GatedActivationParams& p) {
   CHECK(p.out.num_dims() == 2 && p.x.num_dims() == 2 && p.out.dtype() == p.x.dtype() &&
-            p.x.size(0) == p.out.size(0) && p.x.size(1) == 2 * p.out.size(1) &&
+            p.x.size(0) == p.out.size(0) && p.x.size(1) == (p.up.empty() ? 2 : 1) * p.out.size(1) &&
             p.out.size(1) % 8 == 0,
         "gated_activation: x is {} {}, out {} {}; expected twice as many columns in x, multiples "
         "of 8",
         name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(p.up.empty() || (p.up.num_dims() == 2 && p.up.dtype() == p.x.dtype() && p.bias.empty() &&
+                         !p.alternates && p.up.size(0) == p.x.size(0) && p.first_up >= 0 &&
+                         p.first_up % 8 == 0 && p.up.size(1) % 8 == 0 &&
+                         p.first_up + p.x.size(1) <= p.up.size(1)),
+        "gated_activation: up is {} {} from column {} on, expected rows of x {}, multiples of 8, "
+        "and no bias",
+        name_of(p.up.dtype()), p.up.shape_text(), p.first_up, p.x.shape_text());
   CHECK(p.bias.empty() ||
             (p.bias.dtype() == p.x.dtype() && p.bias.num_dims() == 2 &&
              p.bias.size(1) == p.x.size(1) && (p.index != nullptr || p.bias.size(0) == 1)),

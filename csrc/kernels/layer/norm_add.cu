@@ -25,7 +25,8 @@ constexpr int kThreads = 512;
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     norm_add_kernel(T* hidden, const T* x, const T* __restrict__ weight,
-                    const T* __restrict__ scale, int width, float eps, float weight_offset) {
+                    const T* __restrict__ scale, int width, float eps, float weight_offset,
+                    float factor) {
   __shared__ float scratch[32];
   ptx::pdl_launch();
   ptx::pdl_wait();
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   sum = block_reduce<kThreads>(sum, 0.0f, scratch, Sum{});
   const float by = rsqrtf(sum / static_cast<float>(width) + eps);
-  const float out_scale = scale == nullptr ? 1.0f : to_float(*scale);
+  const float out_scale = factor * (scale == nullptr ? 1.0f : to_float(*scale));
   for (int at = static_cast<int>(threadIdx.x) * 8; at < width; at += kThreads * 8) {
     const Vec16<T> values = load<T, 8>(x + row + at);
     const Vec16<T> w = load<T, 8>(weight + at);
@@ -67,7 +68,7 @@ void norm_add(const Context& ctx, const NormAddParams& p) {
     using T = decltype(t);
     launch(ctx, norm_add_kernel<T>, dim3(p.x.size(0)), dim3(kThreads), 0, p.hidden.as<T>(),
            p.x.as<T>(), p.weight.as<T>(), p.scale.as<T>(), static_cast<int>(p.x.size(1)), p.eps,
-           p.weight_offset);
+           p.weight_offset, p.factor);
   });
 }
 

@@ -1,5 +1,5 @@
-// hidden[t] = (hidden[t] + x[t] / sqrt(mean(x[t]^2) + eps) * (weight + offset)) * scale, in
-// float32, rounded once: the norm of a block's output, and the residual addition.
+// hidden[t] = (hidden[t] + x[t] / sqrt(mean(x[t]^2) + eps) * (weight + offset)) * scale * factor,
+// in float32, rounded once: the norm of a block's output, and the residual addition.
 #pragma once
 
 #include "kernels/op.h"
@@ -13,6 +13,7 @@ struct NormAddParams {
   float eps = 1e-6f;
   float weight_offset = 0;  // 1: the weights are zero-centred
   Tensor scale{};           // [1] of the same dtype; empty: 1
+  float factor = 1;
 };
 
 inline void check_norm_add(const NormAddParams& p) {

@@ -29,7 +29,7 @@ struct RotaryKvParams {
   const float* inv_freq = nullptr;  // [R / 2] on the device
   int rotary_dim = 0;               // R; 0: D
   float attention_scaling = 1;
-  Tensor k_cache;  // [pages, Hkv, 64, D]
+  Tensor k_cache;  // [pages, Hkv, 64, D]; Hkv = 0: qkv has queries only, and nothing is written
   Tensor v_cache;  // [pages, Hkv, 64, D]
   // [pages, Hkv, 64, 1] float32: the caches have e4m3 codes as uint8 (kernels/layer/fp8_row.h).
   // Empty: the caches have the dtype of qkv.
@@ -48,6 +48,7 @@ inline int rotary_dim_of(const RotaryKvParams& p) {
 // Raises an error unless the caches and their scales fit each other and `dtype`, that of qkv.
 inline void check_kv_cache(std::string_view op, const Tensor& cache, const Tensor& scales,
                            DType dtype, int num_kv_heads, int head_dim) {
+  if (num_kv_heads == 0) return;
   const DType expected = scales.empty() ? dtype : DType::kU8;
   CHECK(cache.dtype() == expected && cache.num_dims() == 4 && cache.size(1) == num_kv_heads &&
             cache.size(2) == kPageSize && cache.size(3) == head_dim,
