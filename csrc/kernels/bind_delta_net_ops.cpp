@@ -1,6 +1,7 @@
-// C.ops.gated_delta_net.
+// C.ops of the layers with a state of their own: gated_delta_net, short_conv.
 #include "kernels/bind_ops.h"
 #include "kernels/delta_net/gated_delta_net.h"
+#include "kernels/short_conv/short_conv.h"
 
 namespace cpmcu {
 
@@ -39,6 +40,25 @@ void bind_delta_net_ops(py::module_& m) {
       "norm_weight"_a, "norm_eps"_a = 1e-6f, "state"_a, "window"_a, "pending"_a, "folded"_a,
       "accepted"_a = OpsAccepted(), "commits"_a, "tokens"_a,
       "csrc/kernels/delta_net/gated_delta_net.h");
+  m.def(
+      "short_conv",
+      [](const OpsContext& c, SharedArray out, SharedArray bcx, SharedArray weight,
+         SharedArray bias, SharedArray window, SharedArray pending, SharedArray folded,
+         const OpsAccepted& accepted, bool commits, const OpsTokens& tokens) {
+        short_conv(c.ctx, {.out = tensor_of(out),
+                           .bcx = tensor_of(bcx),
+                           .weight = tensor_of(weight),
+                           .bias = tensor_of(bias),
+                           .window = tensor_of(window),
+                           .pending = tensor_of(pending),
+                           .folded = tensor_of(folded),
+                           .accepted = accepted.params,
+                           .commits = commits,
+                           .tokens = tokens.tokens});
+      },
+      "ctx"_a, py::kw_only(), "out"_a, "bcx"_a, "weight"_a, "bias"_a = SharedArray(), "window"_a,
+      "pending"_a, "folded"_a, "accepted"_a = OpsAccepted(), "commits"_a, "tokens"_a,
+      "csrc/kernels/short_conv/short_conv.h");
 }
 
 }  // namespace cpmcu

@@ -190,7 +190,7 @@ class Step:
         entries = np.asarray(entries)
         return self.page_table[self.slots[seq], entries // PAGE], entries % PAGE
 
-    def rows(self, device: str) -> Any:
+    def rows(self, device: str, parents: Any = None) -> Any:
         slot_lengths = np.full(self.num_slots, 12345)
         slot_lengths[self.slots] = self.lengths
         masks = None
@@ -208,6 +208,7 @@ class Step:
             slot_lengths=put_ints(device, slot_lengths),
             page_table=put_ints(device, self.page_table),
             ancestor_masks=masks,
+            token_parents=parents,
         )
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
+from tests.reference import tiny_lfm2
 from tests.reference.tiny_hybrid import HYBRIDS, MODEL_TYPES, hybrid_config, hybrid_weights
 
 Array = npt.NDArray[Any]
@@ -32,6 +33,8 @@ ARCHITECTURES = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "muse": ("MuseGlimmerForConditionalGeneration", "muse_glimmer"),
     "gptoss": ("GptOssForCausalLM", "gpt_oss"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral": ("MinistralForCausalLM", "ministral"),
     "ministral3": ("Ministral3ForCausalLM", "ministral3"),
@@ -184,6 +187,7 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     config |= GRANITE_SCALES if family.startswith("granite") else {}
     config |= GRANITE4 if family == "granite4" else {}
     config |= EXPERTS if family.endswith("moe") else {}
+    config |= tiny_lfm2.OWN_KEYS.get(family, {})
     config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
     config |= OWN_KEYS.get(family, {})
     if family == "mistral":
@@ -202,6 +206,8 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     """float32 weights of a config, scaled so that activations stay near 1."""
     if config["model_type"] in MODEL_TYPES:
         return hybrid_weights(config, seed)
+    if config["model_type"] in tiny_lfm2.MODEL_TYPES:
+        return tiny_lfm2.lfm2_weights(config, seed)
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -350,7 +356,7 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
 def fuse_experts(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
     """The weights with the experts of each layer as `gate_up_proj` and `down_proj`."""
     fused = dict(weights)
-    if "num_experts" not in config or config["model_type"] == "gemma4_text":
+    if "num_experts" not in config or config["model_type"] in ("gemma4_text", "lfm2_moe"):
         return fused
     for layer in range(config["num_hidden_layers"]):
         if not has_experts(config, layer):

@@ -59,7 +59,7 @@ def _head_config(target: TinyCheckpoint, architecture: str) -> dict[str, Any]:
 def _dense_config(target: TinyCheckpoint) -> dict[str, Any]:
     """The target's config with one layer; a head has no experts."""
     config = {key: value for key, value in target.config.items() if key not in EXPERTS}
-    if config["model_type"].endswith("_moe"):
+    if config["model_type"].endswith("_moe") or config["model_type"] == "lfm2":
         config["model_type"] = "llama"
     return {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
 

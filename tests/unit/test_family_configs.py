@@ -480,3 +480,45 @@ def test_refuses(family: str, changes: dict[str, Any], words: list[str]) -> None
     assert "\n" not in message
     for word in ["config.json", "expected", *words]:
         assert word in message
+
+
+def test_lfm2() -> None:
+    config = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": True,
+        "block_ff_dim": 6656,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 1024,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-05,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "tie_embedding": True,
+        "vocab_size": 65536,
+    }
+    fields = build(config)
+    assert shape(fields) == (16, 1024, 16, 8, 64, 4608, 65536, 128000)
+    full = [i for i, layer in enumerate(fields.layers) if layer[0][0] == "attention"]
+    assert full == [2, 5, 8, 10, 12, 14]
+    assert fields.layers[0][0] == ("short_conv", {"conv_kernel": 3})
+    assert fields.tie_word_embeddings
+    names = find_model(config).names
+    found = [
+        names(f"model.{name}.weight", fields)[0].name
+        for name in ("layers.0.feed_forward.w3", "layers.2.self_attn.out_proj", "embedding_norm")
+    ]
+    assert found == [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+        "model.norm.weight",
+    ]
+    for key, value in (("conv_bias", True), ("conv_L_cache", 1), ("layer_types", ["mamba"] * 16)):
+        with pytest.raises(ValueError, match=f"{key} "):
+            build({**config, key: value})

@@ -1,0 +1,67 @@
+// Gated short convolution (LFM2) of a step's tokens: everything between the input projection and
+// the output projection of one layer. For each token, with its projections b, c, x of a channel:
+//
+//   u = b * x, rounded to the model's dtype
+//   out = c * (bias + sum over t = 0..K - 1 of weight[t] * u of the token K - 1 - t places before)
+//
+// A token follows its parent (kernels/step/step_tokens.h). The operations of a token are the same
+// in a prefill, in plain decoding and in a tree, so chunks and trees change no bit.
+//
+// Deferred commit, as in kernels/delta_net/gated_delta_net.h: a decode step stores u of its tokens
+// (`pending`). The next step of the slot moves the accepted ones to `window`, which holds u of the
+// last K - 1 tokens. `folded` counts the tokens before which `window` stands.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/step/accepted.h"
+#include "kernels/step/step_tokens.h"
+
+namespace cpmcu {
+
+constexpr int kMaxConvTaps = 8;  // K, the token itself included
+
+struct ShortConvParams {
+  Tensor out;     // [T, H]
+  Tensor bcx;     // [T, 3 H]: b, c, x
+  Tensor weight;  // [H, K]
+  Tensor bias{};  // [H]; empty: none
+  // The state of the slots.
+  Tensor window;   // [slots, K - 1, H]
+  Tensor pending;  // [slots, most tokens of a decode step, H]
+  Tensor folded;   // [slots, H] int32, the same number for each channel
+  // The accepted tokens of each slot's last step; empty: no slot has pending tokens.
+  Accepted accepted{};
+  bool commits = false;  // a prefill: all tokens are accepted, and there are no parents
+  StepTokens tokens;
+};
+
+inline void check_short_conv(const ShortConvParams& p) {
+  const DType dtype = p.bcx.dtype();
+  const int64_t width = p.out.size(1);
+  const int64_t kernel_size = p.weight.num_dims() == 2 ? p.weight.size(1) : 0;
+  CHECK(p.out.num_dims() == 2 && p.bcx.num_dims() == 2 && p.bcx.size(1) == 3 * width &&
+            p.bcx.size(0) == p.out.size(0) && p.out.dtype() == dtype && p.weight.dtype() == dtype &&
+            p.weight.size(0) == width && kernel_size >= 2 && kernel_size <= kMaxConvTaps &&
+            (p.bias.empty() || (p.bias.dtype() == dtype && p.bias.num_elements() == width)),
+        "short_conv: out is {}, bcx {} {}, weight {} and bias {}; expected [T, H], [T, 3 H], "
+        "[H, 2 to {}] and [H] of one dtype",
+        p.out.shape_text(), name_of(dtype), p.bcx.shape_text(), p.weight.shape_text(),
+        p.bias.shape_text(), kMaxConvTaps);
+  CHECK(p.window.num_dims() == 3 && p.window.dtype() == dtype &&
+            p.window.size(1) == kernel_size - 1 && p.window.size(2) == width &&
+            p.pending.num_dims() == 3 && p.pending.dtype() == dtype && p.pending.size(2) == width &&
+            p.folded.dtype() == DType::kI32 && p.folded.num_dims() == 2 &&
+            p.folded.size(1) == width,
+        "short_conv: window is {}, pending {} and folded {}; expected [slots, {}, {}], "
+        "[slots, nodes, {}] and int32 [slots, {}]",
+        p.window.shape_text(), p.pending.shape_text(), p.folded.shape_text(), kernel_size - 1,
+        width, width, width);
+  CHECK((p.commits || p.tokens.max_seq_tokens <= p.pending.size(1)) && p.tokens.first_token == 0,
+        "short_conv: a decode step has {} tokens of a sequence from token {} on, expected at most "
+        "{} from 0 on",
+        p.tokens.max_seq_tokens, p.tokens.first_token, p.pending.size(1));
+}
+
+REGISTER_OP(short_conv, ShortConvParams)
+
+}  // namespace cpmcu

@@ -1,0 +1,120 @@
+// Gated short convolution, the layers without attention of LFM2: "short_conv".
+//
+// Parameter: `conv_kernel` (3), of the convolution, the token itself included. There are no biases.
+#include "kernels/short_conv/short_conv.h"
+
+#include "layers/block.h"
+#include "linear/linear.h"
+
+namespace cpmcu {
+namespace {
+
+class ShortConvBlock : public Block {
+ public:
+  explicit ShortConvBlock(const BlockConfig& config)
+      : spec_(config.spec),
+        kernel_size_(config.params.integer("conv_kernel", 3)),
+        prefix_(config.prefix),
+        phase_(config.phase),
+        beta_(config.adds ? 1.0f : 0.0f) {
+    config.params.check_known("a short_conv block", {"conv_kernel"});
+    CHECK(kernel_size_ >= 2 && kernel_size_ <= kMaxConvTaps,
+          "a short_conv block has a conv_kernel of {}, expected 2 to {}", kernel_size_,
+          kMaxConvTaps);
+    // The blocks of a draft do not learn which tokens a step accepted.
+    CHECK(config.scope.empty(), "a draft model has short_conv blocks, which only a target can");
+    const int64_t hidden = spec_.hidden_size;
+    const auto linear = [&](const std::string& name, int64_t rows) {
+      const std::string module = prefix_ + "conv." + name;
+      return make_linear(spec_.linear_method_of(module),
+                         {.parts = {{module, rows}},
+                          .in_features = hidden,
+                          .dtype = spec_.dtype,
+                          .options = spec_.linear_options_of(module),
+                          .name = module});
+    };
+    in_ = linear("in_proj", 3 * hidden);
+    out_ = linear("out_proj", hidden);
+  }
+
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
+    in_->plan(plan, limits);
+    out_->plan(plan, limits);
+    const std::string module = prefix_ + "conv.";
+    const int64_t bytes = size_of(spec_.dtype), hidden = spec_.hidden_size;
+    weight_id_ = plan.add(module + "conv", "weights", bytes * hidden * kernel_size_);
+    window_id_ = state.add_slot(
+        {.name = module + "window", .shape = {kernel_size_ - 1, hidden}, .dtype = spec_.dtype});
+    folded_id_ =
+        state.add_slot({.name = module + "folded", .shape = {hidden}, .dtype = DType::kI32});
+    pending_id_ = state.add_slot({.name = module + "pending",
+                                  .shape = {limits.max_tree_size, hidden},
+                                  .dtype = spec_.dtype,
+                                  .transient = true});
+    max_tokens_ = limits.max_tokens;
+    in_buffer_id_ = plan.add_scratch("short_conv.bcx", 3 * bytes * max_tokens_ * hidden, phase_ + 1,
+                                     phase_ + 2);
+    out_buffer_id_ =
+        plan.add_scratch("short_conv.out", bytes * max_tokens_ * hidden, phase_ + 2, phase_ + 3);
+  }
+
+  void bind(const Arena& arena, const ModelState& state) override {
+    in_->bind(arena);
+    out_->bind(arena);
+    const int64_t hidden = spec_.hidden_size;
+    weight_ = arena.tensor(weight_id_, spec_.dtype, {hidden, kernel_size_});
+    window_ = state.per_slot(window_id_);
+    folded_ = state.per_slot(folded_id_);
+    pending_ = state.per_slot(pending_id_);
+    in_buffer_ = arena.tensor(in_buffer_id_, spec_.dtype, {max_tokens_, 3 * hidden});
+    out_buffer_ = arena.tensor(out_buffer_id_, spec_.dtype, {max_tokens_, hidden});
+  }
+
+  void list_tensors(WeightTable& table) override {
+    in_->list_tensors(table);
+    out_->list_tensors(table);
+    table.add(prefix_ + "conv.conv.weight", weight_.view({spec_.hidden_size, 1, kernel_size_}));
+  }
+
+  void finish_loading(const Context& ctx) override {
+    in_->finish_loading(ctx);
+    out_->finish_loading(ctx);
+  }
+
+  std::string norm_name() const override { return prefix_ + "input_layernorm"; }
+
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
+               const Tensor& x) const override {
+    const int num_tokens = step.tokens.num_tokens;
+    const Tensor bcx = in_buffer_.rows(0, num_tokens), out = out_buffer_.rows(0, num_tokens);
+    in_->forward(ctx, step.phase, bcx, x, 1, 0);
+    short_conv(ctx, {.out = out,
+                     .bcx = bcx,
+                     .weight = weight_,
+                     .window = window_,
+                     .pending = pending_,
+                     .folded = folded_,
+                     .accepted = step.accepted,
+                     .commits = step.phase == Phase::kPrefill,
+                     .tokens = step.tokens});
+    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, beta_);
+  }
+
+ private:
+  const ModelSpec& spec_;
+  int kernel_size_;
+  std::string prefix_;
+  Timeline phase_;
+  float beta_;  // hidden = beta * hidden + output
+  std::unique_ptr<LinearMethod> in_, out_;
+  MemoryPlan::Id weight_id_ = 0, in_buffer_id_ = 0, out_buffer_id_ = 0;
+  ModelState::SlotId window_id_, folded_id_, pending_id_;
+  int64_t max_tokens_ = 0;
+  Tensor weight_, window_, folded_, pending_;  // as in ShortConvParams
+  Tensor in_buffer_, out_buffer_;
+};
+
+REGISTER_BLOCK("short_conv", ShortConvBlock);
+
+}  // namespace
+}  // namespace cpmcu
