@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cpmcu.convert.output import Converted
 
 CONVERSIONS = {
-    "quantize": "a model of 16 bits to GPTQ of 4 or 8 bits",
+    "quantize": "a model of 16 bits to GPTQ of 4 or 8 bits, NVFP4 or MXFP4",
     "gptq-to-marlin": "4-bit GPTQ models and EAGLE heads to CPM.cu's Marlin format",
     "minicpm-to-llama": "a MiniCPM to an equivalent Llama",
 }
@@ -43,7 +43,10 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 _OWN = {
     "dtype": "minicpm-to-llama",
     **dict.fromkeys(
-        ("method", "bits", "group_size", "calibration", "calibration_tokens", "verify", "device"),
+        (
+            *("method", "format", "bits", "group_size", "calibration", "calibration_tokens"),
+            *("verify", "device"),
+        ),
         "quantize",
     ),
 }
@@ -133,6 +136,11 @@ def _add_quantize_flags(parser: FlagParser) -> None:
         choices=("rtn", "gptq"),
         help="rtn: round to nearest (default); gptq: after a calibration text",
     )
+    group.add_argument(
+        "--format",
+        choices=("gptq", "nvfp4", "mxfp4"),
+        help="of the output: gptq, integers (default); nvfp4 or mxfp4, floats of 4 bits",
+    )
     group.add_argument("--bits", type=int, metavar="N", help="of a weight: 4 (default) or 8")
     group.add_argument(
         "--group-size",
@@ -195,7 +203,7 @@ def _convert(display: Display, parsed: argparse.Namespace) -> Converted:
 
 def _options(parsed: argparse.Namespace) -> QuantizeOptions:
     """The options of quantize. Raises ValueError for flags that are wrong together."""
-    names = ("method", "bits", "group_size", "calibration", "calibration_tokens")
+    names = ("method", "format", "bits", "group_size", "calibration", "calibration_tokens")
     given = {name: getattr(parsed, name) for name in names}
     if parsed.verify is not None and _text(parsed) is None:
         raise ValueError("verify is set without a text, expected --verify FILE or --calibration")

@@ -1,8 +1,9 @@
-"""Quantises the linear layers of a model to 4 or 8 bits and writes a GPTQ checkpoint.
+"""Quantises the linear layers of a model to 4 or 8 bits: a checkpoint of GPTQ, NVFP4 or MXFP4.
 
 | method | how a weight is rounded |
 |---|---|
 | rtn | to nearest, with the scale of least squared error for each group |
+| rtn to NVFP4, MXFP4 | to nearest, by the rules of cpmcu/convert/float_rounding.py |
 | gptq | so that the outputs change least on a calibration text (cpmcu/convert/rounding.py) |
 
 Embedding, lm_head, norms, biases, routers and vision towers are unchanged. With gptq the layers are
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cpmcu.convert.dense_layers import DenseLayers, Layer, check_dense
+from cpmcu.convert.float_rounding import FloatQuantized, check_size, round_floats
 from cpmcu.convert.minicpm_to_llama import WEIGHTS_FILE, from_float32, to_float32
 from cpmcu.convert.output import (
     Converted,
@@ -41,11 +43,14 @@ from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.registry import find_model
+from cpmcu.quant.parts import stack_of
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens of a calibration text
 BATCH = 4  # texts that run at a time
+
+Rounded = Quantized | FloatQuantized
 
 _TAKEN = re.compile(
     r"(^|\.)(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_up_proj|gate_proj|up_proj|down_proj|"
@@ -98,7 +103,12 @@ def quantize(
         with about(path):
             check_dense(model.fields)
         ids = read_text(path, options.calibration or Path(), options.calibration_tokens)
-        done = _by_gptq(model, ids, options, working)
+        done: Mapping[str, Rounded] = _by_gptq(model, ids, options, working)
+    elif options.format != "gptq":
+        with about(path):
+            for module, size in _sizes(model).items():
+                check_size(module, *size, options.format)
+        done = _to_floats(model, options, working)
     else:
         done = _to_nearest(model, options, working)
     write_model(
@@ -106,18 +116,31 @@ def quantize(
         target,
         WEIGHTS_FILE,
         _tensors(model, done),
-        {**model.config, "quantization_config": options.to_hf()},
+        {**model.config, "quantization_config": _config(model, options)},
         extra=_gguf_files(model.files) if is_gguf(path) else {},
         progress=writing,
     )
     return Converted(target, tuple(_notes(model, options)))
 
 
-def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
-    notes = [
-        f"{len(model.modules)} linear layers have {options.bits} bits, the other tensors are as "
-        "they were"
+def _config(model: _Source, options: QuantizeOptions) -> dict[str, Any]:
+    """quantization_config of the output."""
+    if options.format == "gptq":
+        return options.to_hf()
+    tensors = model.checkpoint.tensors
+    kept = [
+        name.removesuffix(".weight")
+        for name, stored in tensors.items()
+        if name.endswith(".weight") and len(stored.meta.shape) == 2 and "embed_tokens" not in name
     ]
+    return options.floats_to_hf([module for module in kept if module not in model.modules])
+
+
+def _notes(model: _Source, options: QuantizeOptions) -> list[str]:
+    form = f"{options.bits} bits" if options.format == "gptq" else options.format.upper()
+    notes = [f"{len(model.modules)} linear layers have {form}, the other tensors are as they were"]
+    if options.format != "gptq":
+        return notes
     odd = next((m for m, (_, k) in _sizes(model).items() if k % options.group(k)), None)
     if odd is not None:
         notes.append(
@@ -202,6 +225,26 @@ def _to_nearest(
             group = options.group(k)
             scales = best_scales(weight, group, step=0.5, bits=options.bits)
             done[module] = round_to_nearest(weight, group, scales, options.bits)
+            steps.done(module)
+    return done
+
+
+def _to_floats(
+    model: _Source, options: QuantizeOptions, progress: LoadProgress | None
+) -> dict[str, FloatQuantized]:
+    """Matrices that engines run as one, such as q, k and v, get the same scale of the matrix."""
+    sizes = _sizes(model)
+    largest: dict[str, float] = {}
+    if options.format == "nvfp4":
+        for module in sizes:
+            peak = float(model.weight(module).abs().max())
+            largest[stack_of(module)] = max(peak, largest.get(stack_of(module), 0.0))
+    done: dict[str, FloatQuantized] = {}
+    with _Steps(progress, sizes, model.path) as steps:
+        for module in sizes:
+            weight = model.weight(module).to(options.device)
+            peak = largest.get(stack_of(module), 0.0)
+            done[module] = round_floats(weight, options.format, peak)
             steps.done(module)
     return done
 
@@ -297,7 +340,7 @@ class _Steps:
 # ---- making the output
 
 
-def _tensors(model: _Source, done: Mapping[str, Quantized]) -> list[NewTensor]:
+def _tensors(model: _Source, done: Mapping[str, Rounded]) -> list[NewTensor]:
     tensors: list[NewTensor] = []
     for name in model.checkpoint.tensors:
         module = name.removesuffix(".weight")
@@ -305,8 +348,10 @@ def _tensors(model: _Source, done: Mapping[str, Quantized]) -> list[NewTensor]:
             tensors.append(_kept(model, name))
             continue
         for suffix, tensor in done[module].tensors().items():
-            array = tensor.numpy()
-            meta = TensorMeta(f"{module}.{suffix}", array.dtype.name, array.shape)
+            is_e4m3 = tensor.dtype == torch.float8_e4m3fn
+            array = (tensor.view(torch.uint8) if is_e4m3 else tensor).numpy()
+            dtype = "float8_e4m3fn" if is_e4m3 else array.dtype.name
+            meta = TensorMeta(f"{module}.{suffix}", dtype, array.shape)
             tensors.append(NewTensor(meta, lambda array=array: iter([array])))  # type: ignore[misc]
     return tensors
 

@@ -67,7 +67,7 @@ def leaf(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _stack(module: str) -> str:
+def stack_of(module: str) -> str:
     """The name of the engine's matrix that holds a module."""
     prefix, _, last = module.rpartition(".")
     stack = _STACK_OF.get(last, last)
@@ -76,7 +76,7 @@ def _stack(module: str) -> str:
 
 def _others(module: str) -> Iterator[str]:
     """The modules that share the matrix of a module, itself included."""
-    stack = _stack(module)
+    stack = stack_of(module)
     prefix, dot, last = stack.rpartition(".")
     for part in (*_STACKS.get(last, ()), last):
         yield prefix + dot + part
@@ -94,7 +94,7 @@ def _own_options(parts: Sequence[Part], common: LinearOptions) -> dict[str, Line
                     "both the same: they are one matrix here"
                 )
         if part.options != common:
-            own[_stack(module)] = part.options
+            own[stack_of(module)] = part.options
     return own
 
 
@@ -115,7 +115,7 @@ def _dense(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, 
                     f"{module} is dense and {other} is quantised, expected both the same: they "
                     "are one matrix here"
                 )
-        overrides[_stack(module)] = "dense"
+        overrides[stack_of(module)] = "dense"
     if "lm_head" not in quantised:
         overrides["lm_head"] = "dense"
     return overrides
