@@ -3,10 +3,10 @@
 | format | w | scale s of a group |
 |---|---|---|
 | nvfp4 | e2m1 * s / g | e4m3(g * peak / 6) for 16 inputs, with g = 448 * 6 / largest weight |
-| mxfp4 | e2m1 * 2^(s - 127) | of the power of two in peak / 4, or of the next from 1.75 times it on |
+| mxfp4 | e2m1 * 2^(s - 127) | of the power of two in peak / 4; of the next, from 1.75 times it on |
 
-`peak` is the largest magnitude of a group; mxfp4 has groups of 32 inputs. Rules and tensors are those of compressed-tensors, whose
-numbers these are.
+`peak` is the largest magnitude of a group; mxfp4 has groups of 32 inputs. Rules and tensors are
+those of compressed-tensors, whose numbers these are.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class QuantScheme(Protocol):
         """The plan of a matching checkpoint. Raises ValueError for an unsupported variant."""
 
 
+_NEXT_STEP = "name the model's 16-bit files, or its files in a format that docs/formats.md lists"
 _schemes: dict[str, tuple[QuantScheme, str]] = {}
 
 
@@ -124,7 +125,12 @@ def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> 
             f"supported, expected one of: {supported}; name the model's 16-bit files, or its "
             "files in one of these formats"
         )
-    return _schemes[matching[0]][0].plan(config, tensors)
+    try:
+        return _schemes[matching[0]][0].plan(config, tensors)
+    except ValueError as error:
+        if "name the model's" in str(error):
+            raise
+        raise ValueError(f"{error}; {_NEXT_STEP}") from error
 
 
 def registered_quants() -> dict[str, str]:

@@ -206,8 +206,9 @@ def test_refused(
     tiny: TinyCheckpoint, tmp_path: Path, layout: str, change: dict[str, Any], message: str
 ) -> None:
     directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout, quant=change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         plan(directory)
+    assert "name the model's 16-bit files" in str(error.value)  # the next step
 
 
 UP = "model.layers.0.mlp.up_proj"  # [256 -> 352]
