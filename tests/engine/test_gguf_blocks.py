@@ -10,6 +10,7 @@ import pytest
 
 from cpmcu.loading.model_files import model_files
 from tests.engine.harness import DEVICES
+from tests.engine.test_moe_w4 import tiny_moe
 from tests.engine.test_w4 import dense, logits, tolerance
 from tests.reference.engines import extension_or_skip
 from tests.tolerances import assert_close
@@ -49,15 +50,18 @@ def in_blocks(weight: Any, kind: str) -> Any:
     return made.reshape(n, -1)
 
 
-def write(path: Path, tiny: Any, kinds: dict[str, str], *, decoded: bool) -> Path:
+def write(
+    path: Path, tiny: Any, kinds: dict[str, str], *, decoded: bool, arch: str = "llama"
+) -> Path:
     """`kinds`: part of a name -> type; other tensors are float32."""
     tensors: dict[str, Any] = {}
-    for name, array in as_llama_cpp(tiny, "llama").items():
+    for name, array in as_llama_cpp(tiny, arch).items():
         kind = next((kind for part, kind in kinds.items() if part in name), None)
-        if kind is None or array.ndim != 2:
+        if kind is None or array.ndim < 2:
             tensors[name] = np.asarray(array, np.float32)
             continue
-        raw = in_blocks(array, kind)
+        raw = in_blocks(array.reshape(-1, array.shape[-1]), kind)
+        raw = raw.reshape(*array.shape[:-1], -1)
         factor = np.array([0.125], np.float32)
         if decoded:
             values = gguf.dequantize(raw, TYPES[kind])
@@ -66,7 +70,7 @@ def write(path: Path, tiny: Any, kinds: dict[str, str], *, decoded: bool) -> Pat
         tensors[name] = raw, TYPES[kind]
         if kind == "NVFP4":
             tensors[name.replace(".weight", ".scale")] = factor
-    write_gguf(path, "llama", metadata_of(tiny.config, "llama"), tensors)
+    write_gguf(path, arch, metadata_of(tiny.config, arch), tensors)
     return path
 
 
@@ -107,6 +111,30 @@ def test_logits(tmp_path: Path, device: str, kind: str) -> None:
         assert name.rpartition(".")[2] != "scale"  # NVFP4's is weight_scale_2
     found_logits, twin_logits = (logits(path, device) for path in (found, twin))
     assert_close(found_logits, twin_logits, tolerance(device))
+
+
+EXPERTS: dict[str, dict[str, str]] = {
+    "Q4_K_M": {"gate_exps": "Q4_K", "up_exps": "Q4_K", "down_exps": "Q6_K", "attn_": "Q4_K"},
+    "UD": {"gate_exps": "Q4_K", "up_exps": "Q5_K", "down_exps": "Q5_K"},
+    "MXFP4_MOE": {"_exps": "MXFP4", "attn_": "Q8_0"},
+    "decoded": {"gate_exps": "Q5_1", "up_exps": "Q4_K", "down_exps": "Q4_1"},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts(tmp_path: Path, device: str, kind: str) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "tie_word_embeddings": False}
+    tiny = tiny_moe(tmp_path, **sizes)
+    paths = [
+        write(tmp_path / f"{decoded}.gguf", tiny, EXPERTS[kind], decoded=decoded, arch="qwen3moe")
+        for decoded in (False, True)
+    ]
+    names = model_files(paths[0]).checkpoint().tensors
+    packed = "model.layers.1.mlp.experts.2.down_proj.weight_scale" in names
+    assert packed == (kind != "decoded")
+    found, twin = (logits(path, device) for path in paths)
+    assert_close(found, twin, tolerance(device))
 
 
 def test_decoded_for_the_converter(tmp_path: Path) -> None:

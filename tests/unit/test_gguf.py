@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,12 @@ def write_gguf(
 
 def metadata_of(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    return {
+    experts = {
+        f"{arch}.expert_count": "num_experts",
+        f"{arch}.expert_used_count": "num_experts_per_tok",
+        f"{arch}.expert_feed_forward_length": "moe_intermediate_size",
+    }
+    return {key: config[name] for key, name in experts.items() if name in config} | {
         f"{arch}.context_length": config["max_position_embeddings"],
         f"{arch}.embedding_length": config["hidden_size"],
         f"{arch}.block_count": config["num_hidden_layers"],
@@ -75,11 +81,16 @@ def as_llama_cpp(tiny: TinyCheckpoint, arch: str) -> dict[str, Array]:
             "llama": gguf.MODEL_ARCH.LLAMA,
             "qwen2": gguf.MODEL_ARCH.QWEN2,
             "qwen3": gguf.MODEL_ARCH.QWEN3,
+            "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
         }[arch],
         tiny.config["num_hidden_layers"],
     )
-    found = {}
+    found: dict[str, Any] = {}
     for name, array in tiny.weights.items():
+        if ".experts." in name:  # stacked
+            layer, expert, part = re.findall(r"\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj", name)[0]
+            found.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = array
+            continue
         key = names.get_name(name, try_suffixes=(".weight", ".bias"))
         for part, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if arch == "llama" and part in name:
@@ -87,7 +98,10 @@ def as_llama_cpp(tiny: TinyCheckpoint, arch: str) -> dict[str, Array]:
                 split = array.reshape(heads, 2, rows // heads // 2, *array.shape[1:])
                 array = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
         found[key] = array
-    return found
+    return {
+        name: np.stack([each[i] for i in range(len(each))]) if isinstance(each, dict) else each
+        for name, each in found.items()
+    }
 
 
 def write_family(folder: Path, arch: str, **overrides: Any) -> tuple[TinyCheckpoint, Path]:

@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ _PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+# The tensors of all experts of a layer, stacked.
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|scale)$")
 # Parts of one matrix of the engine.
 _MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Tensors that the config takes up (cpmcu/loading/gguf/config.py).
@@ -66,11 +70,10 @@ class GgufCheckpoint:
     ) -> None:
         self.directory = header.path
         self._rotated = rotated
-        self._sources = {
-            hf_name(tensor.name): tensor
-            for tensor in header.tensors.values()
-            if tensor.name not in _IN_CONFIG
-        }
+        self._sources: dict[str, GgufTensor] = {}
+        for tensor in header.tensors.values():
+            if tensor.name not in _IN_CONFIG:
+                self._sources |= _named(tensor)
         self._factors = {  # of NVFP4, a tensor beside the weight
             module: self._sources.pop(f"{module}.scale")
             for module in [name.removesuffix(".weight") for name in self._sources]
@@ -154,6 +157,32 @@ class GgufCheckpoint:
         # j * (rows of a head / 2) + i.
         pairs = values.reshape(heads, rows // heads // 2, 2, -1)
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _named(tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """Hugging Face's name -> the tensor; of stacked experts, each expert's part of it."""
+    found = _EXPERTS.match(tensor.name)
+    if found is None:
+        return {hf_name(tensor.name): tensor}
+    layer, part, kind = found.groups()
+    prefix = f"model.layers.{layer}.mlp.experts."
+    size = _num_bytes(tensor) // tensor.shape[0]
+    return {
+        f"{prefix}{i}.{part}_proj.{kind}": replace(
+            tensor, shape=tensor.shape[1:] or (1,), offset=tensor.offset + i * size
+        )
+        for i in range(tensor.shape[0])
+    }
+
+
+def _num_bytes(tensor: GgufTensor) -> int:
+    dtype = _PLAIN.get(tensor.type_id)
+    if dtype is not None:
+        return TensorMeta(tensor.name, dtype, tensor.shape).nbytes
+    from gguf import GGML_QUANT_SIZES  # loads slowly
+
+    values, nbytes = GGML_QUANT_SIZES[_type(tensor)]
+    return int(np.prod(tensor.shape)) // values * nbytes
 
 
 def _same_matrix(module: str) -> list[str]:

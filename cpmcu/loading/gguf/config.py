@@ -14,6 +14,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _LENGTHS = {  # metadata, after the architecture -> config.json
     "context_length": "max_position_embeddings",
@@ -21,6 +22,11 @@ _LENGTHS = {  # metadata, after the architecture -> config.json
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _ENDS = ("eos", "eot", "eom")
 
@@ -36,7 +42,8 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
             "Hugging Face format"
         )
     config: dict[str, Any] = {"architectures": [_ARCHITECTURES[arch]], "model_type": arch}
-    for key, name in _LENGTHS.items():
+    lengths = _LENGTHS | (_EXPERTS if arch == "qwen3moe" else {})
+    for key, name in lengths.items():
         config[name] = get(f"{arch}.{key}")
         if type(config[name]) is not int:
             raise ValueError(f"{arch}.{key} is {shown(config[name])}, expected an integer")
@@ -56,6 +63,8 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(header),
     }
+    if arch == "qwen3moe":
+        config["norm_topk_prob"] = True  # the file does not say; all models of this family do
     return config
 
 
