@@ -35,6 +35,27 @@ class ModelFamily:
 
 _families: dict[str, ModelFamily] = {}
 
+_ENDINGS = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+# Architectures that need a block that the engine does not have, with that block.
+_MISSING = {
+    "latent attention (MLA)": (
+        *("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "KimiLinear"),
+        *("LongcatFlash", "MiniCPM3", "Mistral4"),
+    ),
+    "hyper-connections": ("DeepseekV4", "Glm5Next", "Qwen4Exp"),
+    "Mamba": (
+        "Bamba",
+        "FalconH1",
+        "FalconMamba",
+        "Jamba",
+        "Mamba",
+        "Mamba2",
+        "NemotronH",
+        "Zamba2",
+    ),
+    "LayerNorm": ("Cohere", "Cohere2", "Cohere2Moe", "Nemotron"),
+}
+
 
 def register_model(
     *architectures: str, names: NameMap = canonical_names
@@ -76,6 +97,11 @@ def find_model(config: Mapping[str, Any]) -> ModelFamily:
     for architecture in found:
         if architecture in _families:
             return _families[architecture]
+    if (missing := _missing_block(found[0])) is not None:
+        raise ValueError(
+            f"config.json: architecture {shown(found[0])} is not supported: it needs {missing}, "
+            f"expected one of the families {', '.join(_family_names())}"
+        )
     near = difflib.get_close_matches(found[0], _families, n=1, cutoff=0.0)
     raise ValueError(
         f"config.json: architecture {shown(', '.join(found))} is not supported, expected one of "
@@ -84,10 +110,14 @@ def find_model(config: Mapping[str, Any]) -> ModelFamily:
     )
 
 
+def _missing_block(architecture: str) -> str | None:
+    name = _ENDINGS.sub("", architecture)
+    return next((block for block, families in _MISSING.items() if name in families), None)
+
+
 def _family_names() -> list[str]:
     """The registered architectures without their endings, such as ForCausalLM."""
-    endings = r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$"
-    return sorted({re.sub(endings, "", architecture) for architecture in registered_models()})
+    return sorted({_ENDINGS.sub("", architecture) for architecture in registered_models()})
 
 
 def registered_models() -> dict[str, str]:

@@ -110,6 +110,32 @@ def llama(**keys: Any) -> Config:
     }
 
 
+def ministral(**keys: Any) -> Config:
+    return llama(
+        architectures=["Ministral3ForCausalLM"],
+        model_type="ministral3",
+        bos_token_id=1,
+        eos_token_id=2,
+        head_dim=128,
+        max_position_embeddings=262144,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_parameters={
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+        },
+        vocab_size=131072,
+        **keys,
+    )
+
+
 def qwen(version: int, **keys: Any) -> Config:
     config = {
         "architectures": [f"Qwen{version}ForCausalLM"],
@@ -284,6 +310,14 @@ PRESETS: dict[str, Preset] = {
     "llama3.1-8b": Preset(
         llama(**LLAMA_8B, num_hidden_layers=32),
         generation(128000, [128001, 128008, 128009], do_sample=True, temperature=0.6, top_p=0.9),
+    ),
+    "ministral-8b": Preset(
+        ministral(hidden_size=4096, num_hidden_layers=34, intermediate_size=14336),
+        generation(1, [2], do_sample=True, temperature=0.15),
+    ),
+    "ministral-14b": Preset(
+        ministral(hidden_size=5120, num_hidden_layers=40, intermediate_size=16384),
+        generation(1, [2], do_sample=True, temperature=0.15),
     ),
     "qwen3-8b": Preset(
         qwen(

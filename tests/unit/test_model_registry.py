@@ -42,10 +42,28 @@ def test_families_are_found_in_files_of_their_own() -> None:
     assert list(sources) == sorted(sources)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "block"),
+    [
+        ("DeepseekV3ForCausalLM", "latent attention (MLA)"),
+        ("Glm4MoeLiteForCausalLM", "latent attention (MLA)"),
+        ("Mistral4ForConditionalGeneration", "latent attention (MLA)"),
+        ("Qwen4ExpForCausalLM", "hyper-connections"),
+        ("NemotronHForCausalLM", "Mamba"),
+        ("Cohere2ForCausalLM", "LayerNorm"),
+    ],
+)
+def test_a_missing_block_is_named(architecture: str, block: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find_model({"architectures": [architecture]})
+    words = f"architecture {architecture!r} is not supported: it needs {block}, expected one of"
+    assert words in str(error.value)
+
+
 def test_unknown_architecture_is_named_with_the_supported() -> None:
     with pytest.raises(ValueError) as error:
-        find_model({"architectures": ["MambaForCausalLM"]})
-    assert "'MambaForCausalLM'" in str(error.value)
+        find_model({"architectures": ["XGLMForCausalLM"]})
+    assert "'XGLMForCausalLM'" in str(error.value)
     families = {name.removesuffix("ForCausalLM") for name in registered_models()}
     assert all(name in str(error.value) for name in families if "For" not in name)
     assert "the nearest name is " in str(error.value)

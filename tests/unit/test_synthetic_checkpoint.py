@@ -236,6 +236,8 @@ def test_common_experts_need_their_embeddings(tmp_path: Path) -> None:
         ("minicpm4-8b", 8.19),
         ("minicpm4-0.5b", 0.434),
         ("llama3.1-8b", 8.03),
+        ("ministral-8b", 8.49),
+        ("ministral-14b", 13.51),
         ("qwen3-8b", 8.19),
         ("qwen3-30b-a3b", 30.5),
         ("qwen2.5-7b", 7.62),
