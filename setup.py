@@ -152,7 +152,10 @@ def configure():
     asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
     host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"
     host += f" -isystem {cuda}/include" if cuda else ""
-    device = f"{cuda}/bin/nvcc -ccbin {cxx} {common} -lineinfo --expt-relaxed-constexpr"
+    # A file has up to a hundred kernels. On many cores it would end long after the others.
+    nvcc = f"{cuda}/bin/nvcc"
+    split = "-split-compile=0" * ("-split-compile" in output_of(nvcc, "--help"))
+    device = f"{nvcc} -ccbin {cxx} {common} {split} -lineinfo --expt-relaxed-constexpr"
     device += f" -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp {env('CPMCU_NVCC_FLAGS', '')}"
     link = f"{cxx} -shared -fopenmp {asan} -Wl,--exclude-libs,ALL -o $out $in "
     link += f"{cudart} -ldl -lrt -lpthread" if cuda else ""

@@ -241,12 +241,14 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
 def test_cuda(name: str, tmp_path: Path) -> None:
     """Against float32, CUDA's errors in float16 are those of the CPU.
 
-    In float16 no router of these models has a tie within the error. In bfloat16 one has.
+    In float16 no router has a tie within the error for these ids. In bfloat16 one has.
     """
     family, config = CASES[name]
     config = {"head_dim": 64, **config}
     tiny = write_tiny(tmp_path, family, dtype="float16", **config)
     write_tiny(tmp_path / "float32", family, weights=tiny.weights, **config)
-    ids = random_ids(tiny.config["vocab_size"], LENGTH)
+    # With the ids of seed 1, a router of gpt_oss has a margin below 5e-5; with seed 4, 0.01.
+    seed = 4 if name == "gpt_oss" else 1
+    ids = random_ids(tiny.config["vocab_size"], LENGTH, seed)
     exact, on_cpu = engine_logits(tmp_path / "float32", ids), engine_logits(tmp_path, ids)
     assert_as_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, exact)
