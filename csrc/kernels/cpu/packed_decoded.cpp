@@ -21,11 +21,47 @@ float* scales_of(const PackedLayout& layout, uint8_t* block) {
   return reinterpret_cast<float*>(block + layout.code_bytes());
 }
 
+// The 128 codes of a row of a block, at nibble_place or byte_place, whose divisions would take most
+// of the time.
+struct RowCodes {
+  uint8_t at[kPackedK];
+
+  RowCodes(const PackedLayout& layout, const uint8_t* block, int row) {
+    if (layout.bits() == 4) {
+      const auto* words =
+          reinterpret_cast<const uint32_t*>(block) + row / 32 * 512 + row % 8 * 16 + row / 16 % 2;
+      const int shift = 4 * (row / 8 % 2);
+      for (int step = 0; step < 8; ++step) {
+        for (int q = 0; q < 4; ++q) {
+          const uint32_t word = words[step / 2 * 128 + step % 2 * 2 + 4 * q] >> shift;
+          put(16 * step + 2 * q, word & 15, word >> 16 & 15, word >> 8 & 15, word >> 24 & 15);
+        }
+      }
+      return;
+    }
+    const uint8_t* bytes =
+        block + row / 32 * 4096 + row % 8 * 64 + row / 16 % 2 * 8 + row / 8 % 2 * 4;
+    for (int step = 0; step < 8; ++step) {
+      for (int q = 0; q < 4; ++q) {
+        const uint8_t* of = bytes + 512 * step + 16 * q;
+        put(16 * step + 2 * q, of[1], of[3], of[0], of[2]);
+      }
+    }
+  }
+  // Codes of k, k + 1, k + 8 and k + 9.
+  void put(int k, uint32_t first, uint32_t odd, uint32_t eighth, uint32_t ninth) {
+    at[k] = static_cast<uint8_t>(first), at[k + 1] = static_cast<uint8_t>(odd);
+    at[k + 8] = static_cast<uint8_t>(eighth), at[k + 9] = static_cast<uint8_t>(ninth);
+  }
+};
+
 // Multiplies the numbers of a row by its group scales.
 void scale_groups(const PackedLayout& layout, const uint8_t* block, int row, float* numbers) {
   const uint8_t* scales = block + layout.code_bytes() + 4 * kPackedRows / layout.scale_rows;
-  for (int k = 0; k < kPackedK; ++k) {
-    numbers[k] *= group_scale_value(scales[(row * kPackedK + k) / layout.group]);
+  for (int group = 0; group < layout.groups(); ++group) {
+    const float scale = group_scale_value(scales[row * layout.groups() + group]);
+    float* from = numbers + group * layout.group;
+    for (int k = 0; k < layout.group; ++k) from[k] *= scale;
   }
 }
 
@@ -37,11 +73,8 @@ float scale_of_row(const PackedLayout& layout, const uint8_t* block, int row) {
 float decode_e2m1(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
   static constexpr float kNumbers[16] = {0,    .5f,  1,  1.5f,  2,  3,  4,  6,
                                          -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-  const auto* words = reinterpret_cast<const uint32_t*>(block);
-  for (int k = 0; k < kPackedK; ++k) {
-    const NibblePlace place = nibble_place(row, k);
-    to[k] = kNumbers[words[place.word] >> place.shift & 15];
-  }
+  const RowCodes codes(layout, block, row);
+  for (int k = 0; k < kPackedK; ++k) to[k] = kNumbers[codes.at[k]];
   scale_groups(layout, block, row, to);
   return scale_of_row(layout, block, row);
 }
@@ -52,7 +85,8 @@ float decode_e4m3(const PackedLayout& layout, const uint8_t* block, int row, flo
     for (int code = 0; code < 256; ++code) made[code] = from_e4m3(static_cast<uint8_t>(code));
     return made;
   }();
-  for (int k = 0; k < kPackedK; ++k) to[k] = numbers[block[byte_place(row, k)]];
+  const RowCodes codes(layout, block, row);
+  for (int k = 0; k < kPackedK; ++k) to[k] = numbers[codes.at[k]];
   if (layout.group > 0) scale_groups(layout, block, row, to);
   return scale_of_row(layout, block, row);
 }
@@ -62,27 +96,17 @@ float scale_of_group(const PackedLayout& layout, const uint8_t* block, int at) {
   return layout.scale_dtype == DType::kF16 ? to_float(fp16{bits}) : to_float(bf16{bits});
 }
 
-// A 4-bit integer times the scale of its group is exact in float32.
-float decode_int4(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
-  const auto* words = reinterpret_cast<const uint32_t*>(block);
+// An integer times the scale of its group is exact in float32.
+float decode_integers(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
   const uint8_t* zeros = block + layout.code_bytes() + 2 * kPackedRows * layout.groups();
-  for (int k = 0; k < kPackedK; ++k) {
-    const NibblePlace place = nibble_place(row, k);
-    const int at = row * layout.groups() + k / layout.group;
-    const int q = static_cast<int>(words[place.word] >> place.shift & 15);
-    to[k] = static_cast<float>(q - (layout.zero_points ? zeros[at] : 8)) *
-            scale_of_group(layout, block, at);
-  }
-  return 1;
-}
-
-float decode_int8(const PackedLayout& layout, const uint8_t* block, int row, float* to) {
-  const uint8_t* zeros = block + layout.code_bytes() + 2 * kPackedRows * layout.groups();
-  for (int k = 0; k < kPackedK; ++k) {
-    const int at = row * layout.groups() + k / layout.group;
-    const int zero = layout.zero_points ? zeros[at] : 128;
-    to[k] =
-        static_cast<float>(block[byte_place(row, k)] - zero) * scale_of_group(layout, block, at);
+  const RowCodes codes(layout, block, row);
+  for (int group = 0; group < layout.groups(); ++group) {
+    const int at = row * layout.groups() + group;
+    const int zero = layout.zero_points ? zeros[at] : 1 << (layout.bits() - 1);
+    const float scale = scale_of_group(layout, block, at);
+    for (int k = group * layout.group; k < (group + 1) * layout.group; ++k) {
+      to[k] = static_cast<float>(codes.at[k] - zero) * scale;
+    }
   }
   return 1;
 }
@@ -95,17 +119,14 @@ float decode_k_quant(const PackedLayout& layout, const uint8_t* block, int row, 
   const auto super = [](const uint8_t* at) {
     return to_float(fp16{*reinterpret_cast<const uint16_t*>(at)});
   };
-  const auto* words = reinterpret_cast<const uint32_t*>(block);
+  const RowCodes codes(layout, block, row);
   for (int group = 0; group < layout.groups(); ++group) {
     const int byte = record[2 + group];
     const float s = super(record) * static_cast<float>(is_4 ? byte : static_cast<int8_t>(byte));
     float m = 0;
     if (layout.minimum) m = super(of_min) * static_cast<float>(of_min[2 + group]);
     for (int k = group * layout.group; k < (group + 1) * layout.group; ++k) {
-      const NibblePlace place = nibble_place(row, k);
-      const int q = is_4 ? static_cast<int>(words[place.word] >> place.shift & 15)
-                         : block[byte_place(row, k)] - 128;
-      const float number = s * static_cast<float>(q);
+      const float number = s * static_cast<float>(codes.at[k] - (is_4 ? 0 : 128));
       to[k] = number - m;
     }
   }
@@ -115,9 +136,8 @@ float decode_k_quant(const PackedLayout& layout, const uint8_t* block, int row, 
 PackedLayout::Decode decode_of(const PackedLayout& layout) {
   switch (layout.codes) {
     case Codes::kInt4:
-      return decode_int4;
     case Codes::kInt8:
-      return decode_int8;
+      return decode_integers;
     case Codes::kE4m3:
       return decode_e4m3;
     case Codes::kE2m1:
