@@ -19,13 +19,6 @@ class GemmLibrary {
                     float alpha, float beta, int64_t y_stride) = 0;
 };
 
-// Pending launches that may be fused with later ones. `launch` flushes them before another kernel.
-class PendingLaunches {
- public:
-  virtual ~PendingLaunches() = default;
-  virtual void flush() = 0;
-};
-
 struct Context {
   Device device;
   Stream stream = nullptr;
@@ -37,7 +30,6 @@ struct Context {
   int code_capability = 0;        // of this build's kernels; smaller if they run from older PTX
   bool is_shared = false;         // kernels of other processes run at the same time (MPS)
   GemmLibrary* cublas = nullptr;  // null: not found; the engine's own GEMM serves every M
-  PendingLaunches* pending = nullptr;  // null: no launch is deferred
   // Counts the overlapping launches of this stream. Two consecutive ones use different launch
   // shapes (kernels/gemm/packed/kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;

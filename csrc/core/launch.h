@@ -24,7 +24,6 @@ namespace cpmcu {
 template <typename... Params, typename... Args>
 void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), dim3 grid,
                     dim3 block, size_t shared_bytes, const Args&... args) {
-  if (ctx.pending != nullptr) ctx.pending->flush();
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

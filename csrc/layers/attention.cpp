@@ -17,7 +17,6 @@
 #include "layers/block.h"
 #include "layers/rotary.h"
 #include "layers/sparse_keys.h"
-#include "linear/gemm_queue.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -114,7 +113,7 @@ class AttentionBlock : public Block {
         prefix_(config.prefix),
         scope_(config.scope),
         phase_(config.phase),
-        beta_(config.adds ? 1.0f : 0.0f),
+        adds_(config.adds),
         sparse_(std::move(sparse)) {
     CHECK(!sparse_ || shape_.window == 0,
           "a sparse_attention block has a window of {}, expected none", shape_.window);
@@ -296,99 +295,46 @@ class AttentionBlock : public Block {
 
   std::string norm_name() const override { return prefix_ + "input_layernorm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const Tensor qkv = qkv_buffer_.rows(0, step.tokens.num_tokens);
-    const Tensor out = out_buffer_.rows(0, step.tokens.num_tokens);
-    StepTokens tokens = step.tokens;
-    tokens.page_table = page_table_;  // of the layers with this window
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const std::string attn = prefix_ + "self_attn.";
+    const Value qkv = ops.value("attention.qkv", qkv_buffer_);
+    const Value out = ops.value("attention.out", out_buffer_);
+    Value gates;
     if (gate_ != nullptr) {
-      if (ctx.pending != nullptr) ctx.pending->flush();
-      gate_->forward(ctx, step.phase, gate_buffer_.rows(0, step.tokens.num_tokens), x, 1, 0);
+      gates = ops.value("attention.gate", gate_buffer_);
+      ops.linear(attn + "gate_proj", *gate_, gates, x);
     }
-    qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
-    norm_groups(ctx, qkv);
-    const RotaryKvParams rotary{.qkv = qkv,
-                                .layout = shape_.layout(),
-                                .bias = bias_,
-                                .q_norm = shape_.joint_qk_norm ? Tensor() : q_norm_,
-                                .k_norm = shape_.joint_qk_norm ? Tensor() : k_norm_,
-                                .norm_eps = spec_.rms_norm_eps,
-                                .norm_offset = spec_.norm_offset(),
-                                .inv_freq = rotary_.inv_freq(),
-                                .rotary_dim = rotary_.width(),
-                                .attention_scaling = shape_.rope_attention_scaling,
-                                .k_cache = keys_,
-                                .v_cache = values_,
-                                .k_scales = key_scales_,
-                                .v_scales = value_scales_,
-                                .num_heads = shape_.num_heads,
-                                .num_kv_heads = shape_.shares_kv() ? 0 : shape_.num_kv_heads,
-                                .head_dim = shape_.head_dim,
-                                .tokens = tokens};
-    GemmQueue* const queue = GemmQueue::of(ctx);
-    if (queue == nullptr || shape_.shares_kv() || !queue->push(rotary)) rotary_kv(ctx, rotary);
-    if (scales_queries_) {
-      scale_queries(ctx, {.qkv = qkv,
-                          .layout = shape_.layout(),
-                          .num_heads = shape_.num_heads,
-                          .num_kv_heads = shape_.num_kv_heads,
-                          .head_dim = shape_.head_dim,
-                          .beta = shape_.query_scale_beta,
-                          .length = shape_.query_scale_length,
-                          .positions = step.tokens.positions});
-    }
-    const bool is_prefill = step.phase == Phase::kPrefill;
-    if (sparse_ && is_prefill) sparse_->compress(ctx, keys_, step.tokens);
-    const BlockSelection blocks =
-        sparse_ ? sparse_->select(ctx, rotary, !is_prefill) : BlockSelection();
-    const AttentionParams params{.out = out,
-                                 .qkv = qkv,
-                                 .layout = shape_.layout(),
-                                 .k_cache = keys_,
-                                 .v_cache = values_,
-                                 .k_scales = key_scales_,
-                                 .v_scales = value_scales_,
-                                 .scale = shape_.softmax_scale,
-                                 .num_heads = shape_.num_heads,
-                                 .num_kv_heads = shape_.num_kv_heads,
-                                 .head_dim = shape_.head_dim,
-                                 .window = shape_.window,
-                                 .by_position = step.verify,
-                                 .selection = blocks,
-                                 .sinks = sinks_,
-                                 .tokens = tokens,
-                                 .scratch = partials_};
-    if (is_prefill) {
-      attention_prefill(ctx, params);
-    } else if (step.tokens.num_tokens > kMaxScratchTokens) {
-      decode_in_groups(ctx, params);
-    } else if (queue == nullptr || shape_.output_gate || gate_ != nullptr || shape_.sinks ||
-               shape_.head_dim == 512 || !params.selection.empty()) {
-      attention_decode(ctx, params);
-    } else {
-      attention_splits(ctx, params);
-      queue->push(params);
-    }
-    if (shape_.output_gate) {
-      sigmoid_gate(ctx, {.x = out,
-                         .gates = qkv,
-                         .head_dim = shape_.head_dim,
-                         .first = shape_.head_dim,
-                         .stride = 2 * shape_.head_dim});
-    }
-    if (gate_ != nullptr) {
-      sigmoid_gate(ctx, {.x = out,
-                         .gates = gate_buffer_.rows(0, step.tokens.num_tokens),
-                         .head_dim = shape_.head_dim,
-                         .stride = shape_.head_dim});
-    }
-    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, beta_);
-    if (shape_.o_bias) add_bias(ctx, {.y = hidden, .bias = o_bias_});
+    ops.linear(attn + "qkv_proj", *qkv_, qkv, x);
+    append_norms(ops, qkv);
+    ops.rotary(attn + "rotary_kv", qkv, rotary());
+    if (scales_queries_) append_query_scale(ops, qkv);
+    const bool is_prefill = ops.phase() == Phase::kPrefill;
+    if (sparse_ && is_prefill) sparse_->append_compress(ops, attn, keys_);
+    // With gates, sinks or wide heads, the fused layer does not combine the splits.
+    const bool splits =
+        !shape_.output_gate && gate_ == nullptr && !shape_.sinks && shape_.head_dim != 512;
+    ops.attention(attn + "attention",
+                  {.out = out,
+                   .qkv = qkv,
+                   .begin =
+                       [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+                         return attend(ctx, step, rows(out), rows(qkv), splits);
+                       },
+                   .splits = splits});
+    if (shape_.output_gate) append_gate(ops, out, qkv, shape_.head_dim, 2 * shape_.head_dim);
+    if (gate_ != nullptr) append_gate(ops, out, gates, 0, shape_.head_dim);
+    ops.add_linear(attn + "o_proj", *out_, hidden, out, spec_.residual_scale, adds_);
+    if (!shape_.o_bias) return;
+    ops.call(
+        attn + "o_proj.bias", {hidden}, {hidden},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          add_bias(ctx, {.y = rows(hidden), .bias = o_bias_});
+        },
+        o_bias_.num_bytes());
   }
 
-  void commit(const Context& ctx, const Step& step, const Accepted& accepted) const override {
-    if (sparse_) sparse_->compress(ctx, keys_, step.tokens, accepted.counts);
+  void append_commit(OpList& ops) const override {
+    if (sparse_) sparse_->append_compress(ops, prefix_ + "self_attn.", keys_, /*accepted=*/true);
   }
 
  private:
@@ -405,19 +351,110 @@ class AttentionBlock : public Block {
     });
   }
   // The norms of q, k and v that are not part of rotary_kv.
-  void norm_groups(const Context& ctx, const Tensor& qkv) const {
+  void append_norms(OpList& ops, const Value& qkv) const {
     const int q = static_cast<int>(shape_.q_rows()), kv = static_cast<int>(shape_.kv_size());
-    NormHeadsParams norm{.x = qkv, .eps = spec_.rms_norm_eps, .weight_offset = spec_.norm_offset()};
+    NormHeadsParams norm{.x = {}, .eps = spec_.rms_norm_eps, .weight_offset = spec_.norm_offset()};
+    const auto append = [&](const std::string& name) {
+      ops.call(
+          prefix_ + "self_attn." + name, {qkv}, {qkv},
+          [=](const Context& ctx, const Step&, const Rows& rows) {
+            NormHeadsParams params = norm;
+            params.x = rows(qkv);
+            norm_heads(ctx, params);
+          },
+          norm.weight.empty() ? 0 : norm.weight.num_bytes());
+    };
     if (shape_.joint_qk_norm) {
       norm.width = q, norm.weight = q_norm_;
-      norm_heads(ctx, norm);
+      append("q_norm");
       norm.first = q, norm.width = kv, norm.weight = k_norm_;
-      norm_heads(ctx, norm);
+      append("k_norm");
     }
     if (!shape_.v_norm || shape_.shares_kv()) return;
     norm.first = q + kv, norm.num_groups = shape_.num_kv_heads, norm.width = shape_.head_dim;
     norm.weight = {};
-    norm_heads(ctx, norm);
+    append("v_norm");
+  }
+  void append_query_scale(OpList& ops, const Value& qkv) const {
+    ops.call(prefix_ + "self_attn.query_scale", {qkv}, {qkv},
+             [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+               scale_queries(ctx, {.qkv = rows(qkv),
+                                   .layout = shape_.layout(),
+                                   .num_heads = shape_.num_heads,
+                                   .num_kv_heads = shape_.num_kv_heads,
+                                   .head_dim = shape_.head_dim,
+                                   .beta = shape_.query_scale_beta,
+                                   .length = shape_.query_scale_length,
+                                   .positions = step.tokens.positions});
+             });
+  }
+  // out *= sigmoid(gates); `first`, `stride`: as in SigmoidGateParams.
+  void append_gate(OpList& ops, const Value& out, const Value& gates, int first, int stride) const {
+    ops.call(prefix_ + "self_attn.output_gate", {out, gates}, {out},
+             [=, this](const Context& ctx, const Step&, const Rows& rows) {
+               sigmoid_gate(ctx, {.x = rows(out),
+                                  .gates = rows(gates),
+                                  .head_dim = shape_.head_dim,
+                                  .first = first,
+                                  .stride = stride});
+             });
+  }
+  RotaryKvParams rotary() const {
+    return {.qkv = {},
+            .layout = shape_.layout(),
+            .bias = bias_,
+            .q_norm = shape_.joint_qk_norm ? Tensor() : q_norm_,
+            .k_norm = shape_.joint_qk_norm ? Tensor() : k_norm_,
+            .norm_eps = spec_.rms_norm_eps,
+            .norm_offset = spec_.norm_offset(),
+            .inv_freq = rotary_.inv_freq(),
+            .rotary_dim = rotary_.width(),
+            .attention_scaling = shape_.rope_attention_scaling,
+            .k_cache = keys_,
+            .v_cache = values_,
+            .k_scales = key_scales_,
+            .v_scales = value_scales_,
+            .num_heads = shape_.num_heads,
+            .num_kv_heads = shape_.shares_kv() ? 0 : shape_.num_kv_heads,
+            .head_dim = shape_.head_dim,
+            .tokens = {.page_table = page_table_}};
+  }
+  // AttentionOp::begin; it may leave the combination only if `splits`.
+  AttentionParams attend(const Context& ctx, const Step& step, const Tensor& out, const Tensor& qkv,
+                         bool splits) const {
+    const bool is_prefill = step.phase == Phase::kPrefill;
+    StepTokens tokens = step.tokens;
+    tokens.page_table = page_table_;  // of the layers with this window
+    const AttentionParams params{
+        .out = out,
+        .qkv = qkv,
+        .layout = shape_.layout(),
+        .k_cache = keys_,
+        .v_cache = values_,
+        .k_scales = key_scales_,
+        .v_scales = value_scales_,
+        .scale = shape_.softmax_scale,
+        .num_heads = shape_.num_heads,
+        .num_kv_heads = shape_.num_kv_heads,
+        .head_dim = shape_.head_dim,
+        .window = shape_.window,
+        .by_position = step.verify,
+        .selection = sparse_ ? sparse_->select(ctx, qkv, shape_.layout(), tokens, !is_prefill)
+                             : BlockSelection(),
+        .sinks = sinks_,
+        .tokens = tokens,
+        .scratch = partials_};
+    if (is_prefill) {
+      attention_prefill(ctx, params);
+    } else if (step.tokens.num_tokens > kMaxScratchTokens) {
+      decode_in_groups(ctx, params);
+    } else if (!splits || !params.selection.empty()) {
+      attention_decode(ctx, params);
+    } else {
+      attention_splits(ctx, params);
+      return params;
+    }
+    return {};
   }
   // Groups of sequences run one after another and reuse the scratch, so its size does not grow with
   // the number of sequences.
@@ -446,7 +483,7 @@ class AttentionBlock : public Block {
   const AttentionShape shape_;
   std::string prefix_, scope_;
   Timeline phase_;
-  float beta_;  // hidden = beta * hidden + output
+  bool adds_;  // see BlockConfig
   std::optional<SparseKeys> sparse_;
   std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ null: no gate_proj
   RotaryTable rotary_;

@@ -13,6 +13,7 @@
 #include "core/weights.h"
 #include "kernels/step/step.h"
 #include "layers/norm.h"
+#include "pass/op_list.h"
 #include "state/model_state.h"
 
 namespace cpmcu {
@@ -36,19 +37,14 @@ class Block {
   virtual void finish_loading(const Context& ctx) = 0;
   // Checkpoint name of the norm before the block, without ".weight".
   virtual std::string norm_name() const = 0;
-  // The norm before the block, for a block that fuses it with a GEMM. Called once, before
-  // `forward`.
-  virtual void set_norm(const RmsNorm&) {}
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. Without
-  // BlockConfig::adds, `hidden` is another tensor, which the block overwrites. If more than
-  // one linear layer reads x, `ctx.pending` is flushed first (linear/gemm_queue.h). All tokens of
-  // a prefill are accepted. After a decode step of the target, `commit` names the accepted tokens.
-  virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-                       const Tensor& x) const = 0;
-  // After a decode step of the target: updates the state that `ModelState::commit` does not move.
-  // This is per-slot tensors, and planes with fewer rows than tokens. Not called for the blocks of
-  // a draft. Graph-safe.
-  virtual void commit(const Context&, const Step&, const Accepted&) const {}
+  // Appends the ops of hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the
+  // norm. Without BlockConfig::adds, `hidden` is another value, which the block overwrites. Called
+  // once for each phase, after `bind`. All tokens of a prefill are accepted.
+  virtual void append(OpList& ops, const Value& hidden, const Value& x) const = 0;
+  // Appends the ops that run after a decode step of the target, when `Step::accepted` has the
+  // tokens that it accepted. They update the state that `ModelState::commit` does not move:
+  // per-slot tensors, and planes with fewer rows than tokens. Not called for the blocks of a draft.
+  virtual void append_commit(OpList&) const {}
 };
 
 using BlockRegistry = Registry<Block, const BlockConfig&>;

@@ -142,51 +142,59 @@ class GatedDeltaNetBlock : public Block {
   }
 
   std::string norm_name() const override { return prefix_ + "input_layernorm"; }
-  void set_norm(const RmsNorm& norm) override { norm_before_ = &norm; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const int num_tokens = step.tokens.num_tokens;
-    const Tensor qkvz = qkvz_buffer_.rows(0, num_tokens), ba = ba_buffer_.rows(0, num_tokens);
-    const Tensor out = out_buffer_.rows(0, num_tokens);
-    project(ctx, step.phase, qkvz, ba, hidden, x);
-    gated_delta_net(ctx, {.out = out,
-                          .qkvz = qkvz,
-                          .ba = ba,
-                          .shape = shape_,
-                          .layout = layout_,
-                          .conv_weight = conv_,
-                          .a_log = a_log_,
-                          .dt_bias = dt_bias_,
-                          .norm_weight = norm_,
-                          .norm_eps = spec_.rms_norm_eps,
-                          .state = state_,
-                          .window = window_,
-                          .pending = pending_,
-                          .folded = folded_,
-                          .accepted = step.accepted,
-                          .commits = step.phase == Phase::kPrefill,
-                          .tokens = step.tokens});
-    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const std::string module = prefix_ + "linear_attn.";
+    const Value qkvz = ops.value("delta_net.qkvz", qkvz_buffer_);
+    const Value ba = ops.value("delta_net.ba", ba_buffer_);
+    const Value out = ops.value("delta_net.out", out_buffer_);
+    append_projections(ops, qkvz, ba, x);
+    ops.call(module + "gated_delta_net", {qkvz, ba}, {out},
+             [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+               gated_delta_net(ctx, {.out = rows(out),
+                                     .qkvz = rows(qkvz),
+                                     .ba = rows(ba),
+                                     .shape = shape_,
+                                     .layout = layout_,
+                                     .conv_weight = conv_,
+                                     .a_log = a_log_,
+                                     .dt_bias = dt_bias_,
+                                     .norm_weight = norm_,
+                                     .norm_eps = spec_.rms_norm_eps,
+                                     .state = state_,
+                                     .window = window_,
+                                     .pending = pending_,
+                                     .folded = folded_,
+                                     .accepted = step.accepted,
+                                     .commits = step.phase == Phase::kPrefill,
+                                     .tokens = step.tokens});
+             });
+    ops.add_linear(module + "out_proj", *out_, hidden, out, spec_.residual_scale, /*adds=*/true);
   }
 
  private:
   // Two GEMMs read the normed x. In a decode step the small one computes the norm again, so that
   // the large one can be fused with the norm and the GEMMs before it.
-  void project(const Context& ctx, Phase phase, const Tensor& qkvz, const Tensor& ba,
-               const Tensor& hidden, const Tensor& x) const {
-    if (phase == Phase::kPrefill || !ba_is_dense_) {
-      if (ctx.pending != nullptr) ctx.pending->flush();
-      ba_->forward(ctx, phase, ba, x, 1, 0);
-      return qkvz_->forward(ctx, phase, qkvz, x, 1, 0);
+  void append_projections(OpList& ops, const Value& qkvz, const Value& ba, const Value& x) const {
+    const std::string module = prefix_ + "linear_attn.";
+    const NormOp* const before = ops.norm_of(x);
+    if (ops.phase() == Phase::kPrefill || !ba_is_dense_ || before == nullptr) {
+      ops.linear(module + "in_proj_ba", *ba_, ba, x);
+      return ops.linear(module + "in_proj_qkvz", *qkvz_, qkvz, x);
     }
-    qkvz_->forward(ctx, phase, qkvz, x, 1, 0);
-    normed_gemm(ctx, {.y = ba,
-                      .x = hidden,
-                      .w = ba_->dense_weight(),
-                      .norm_weight = norm_before_->weight(),
-                      .norm_eps = spec_.rms_norm_eps,
-                      .norm_offset = spec_.norm_offset()});
+    const NormOp norm = *before;
+    ops.linear(module + "in_proj_qkvz", *qkvz_, qkvz, x);
+    ops.call(
+        module + "in_proj_ba", {norm.x}, {ba},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          normed_gemm(ctx, {.y = rows(ba),
+                            .x = rows(norm.x),
+                            .w = ba_->dense_weight(),
+                            .norm_weight = norm.params.weight,
+                            .norm_eps = norm.params.eps,
+                            .norm_offset = norm.params.weight_offset});
+        },
+        ba_->weight_bytes());
   }
 
   const ModelSpec& spec_;
@@ -194,7 +202,6 @@ class GatedDeltaNetBlock : public Block {
   const DeltaLayout layout_;
   std::string prefix_;
   Timeline phase_;
-  const RmsNorm* norm_before_ = nullptr;
   bool ba_is_dense_ = false;
   std::unique_ptr<LinearMethod> qkvz_, ba_, out_;
   MemoryPlan::Id conv_id_ = 0, gates_id_ = 0, norm_id_ = 0, qkvz_buffer_id_ = 0, ba_buffer_id_ = 0,

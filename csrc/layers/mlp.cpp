@@ -13,7 +13,7 @@ class MlpBlock : public Block {
         width_(config.params.integer("intermediate_size", spec_.intermediate_size)),
         prefix_(config.prefix),
         phase_(config.phase),
-        beta_(config.adds ? 1.0f : 0.0f),
+        adds_(config.adds),
         activation_(gating_of(config.params)) {
     config.params.check_known("an mlp block", {"intermediate_size", "activation"});
     CHECK(width_ >= 8 && width_ % 8 == 0,
@@ -62,17 +62,21 @@ class MlpBlock : public Block {
 
   std::string norm_name() const override { return prefix_ + "post_attention_layernorm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const Tensor gate_up = gate_up_buffer_.rows(0, step.tokens.num_tokens);
-    const Tensor act = act_buffer_.rows(0, step.tokens.num_tokens);
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const std::string mlp = prefix_ + "mlp.";
+    const Value gate_up = ops.value("mlp.gate_up", gate_up_buffer_);
+    const Value act = ops.value("mlp.act", act_buffer_);
     if (activation_.is_silu()) {
-      gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
+      ops.gated(mlp + "gate_up_proj", *gate_up_, act, gate_up, x);
     } else {
-      gate_up_->forward(ctx, step.phase, gate_up, x, 1, 0);
-      gated_activation(ctx, {.out = act, .x = gate_up, .kind = activation_.kind});
+      ops.linear(mlp + "gate_up_proj", *gate_up_, gate_up, x);
+      ops.call(mlp + "activation", {gate_up}, {act},
+               [=, this](const Context& ctx, const Step&, const Rows& rows) {
+                 gated_activation(ctx,
+                                  {.out = rows(act), .x = rows(gate_up), .kind = activation_.kind});
+               });
     }
-    down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, beta_);
+    ops.add_linear(mlp + "down_proj", *down_, hidden, act, spec_.residual_scale, adds_);
   }
 
  private:
@@ -80,7 +84,7 @@ class MlpBlock : public Block {
   int width_;  // intermediate_size
   std::string prefix_;
   Timeline phase_;
-  float beta_;  // hidden = beta * hidden + output
+  bool adds_;  // see BlockConfig
   Gating activation_;
   std::unique_ptr<LinearMethod> gate_up_, down_;
   MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;

@@ -52,7 +52,6 @@ class MlpAndExpertsBlock : public Block {
     for (RmsNorm* norm : {&*norm_, &norm_1_, &norm_2_}) norm->bind(arena);
     mlp_->bind(arena, state);
     moe_->bind(arena, state);
-    mlp_->set_norm(*norm_);
     normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, spec_.hidden_size});
     experts_ = arena.tensor(experts_id_, spec_.dtype, {max_tokens_, spec_.hidden_size});
   }
@@ -67,22 +66,32 @@ class MlpAndExpertsBlock : public Block {
   }
   std::string norm_name() const override { return mlp_->norm_name(); }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const Tensor normed = normed_.rows(0, x.size(0)), experts = experts_.rows(0, x.size(0));
-    norm_->forward(ctx, normed, x);
-    mlp_->forward(ctx, step, hidden, normed);
-    moe_->forward(ctx, step, experts, x);
-    norm_heads(ctx, {.x = hidden,
-                     .width = spec_.hidden_size,
-                     .weight = norm_1_.weight(),
-                     .eps = spec_.rms_norm_eps,
-                     .weight_offset = spec_.norm_offset()});
-    norm_add(ctx, {.hidden = hidden,
-                   .x = experts,
-                   .weight = norm_2_.weight(),
-                   .eps = spec_.rms_norm_eps,
-                   .weight_offset = spec_.norm_offset()});
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const Value normed = ops.value("mlp_and_experts.normed", normed_);
+    const Value experts = ops.value("mlp_and_experts.experts", experts_);
+    norm_->append(ops, normed, x);
+    mlp_->append(ops, hidden, normed);
+    moe_->append(ops, experts, x);
+    ops.call(
+        prefix_ + "mlp_output_norm_1", {hidden}, {hidden},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          norm_heads(ctx, {.x = rows(hidden),
+                           .width = spec_.hidden_size,
+                           .weight = norm_1_.weight(),
+                           .eps = spec_.rms_norm_eps,
+                           .weight_offset = spec_.norm_offset()});
+        },
+        norm_1_.weight().num_bytes());
+    ops.call(
+        prefix_ + "mlp_output_norm_2", {hidden, experts}, {hidden},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          norm_add(ctx, {.hidden = rows(hidden),
+                         .x = rows(experts),
+                         .weight = norm_2_.weight(),
+                         .eps = spec_.rms_norm_eps,
+                         .weight_offset = spec_.norm_offset()});
+        },
+        norm_2_.weight().num_bytes());
   }
 
  private:

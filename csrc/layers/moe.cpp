@@ -15,7 +15,6 @@
 #include "layers/gating.h"
 #include "layers/router.h"
 #include "linear/experts.h"
-#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -193,12 +192,33 @@ class MoeBlock : public Block {
 
   std::string norm_name() const override { return norm_name_; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    for (int64_t first = 0; first < step.tokens.num_tokens; first += kGroupTokens) {
-      const int64_t count = std::min(kGroupTokens, step.tokens.num_tokens - first);
-      forward_group(ctx, step.phase, hidden.rows(first, count), x.rows(first, count));
+  void append(OpList& ops, const Value& hidden, const Value& input) const override {
+    ops.begin_groups(kGroupTokens);
+    append_router(ops, input);
+    const Value x =
+        router_rule_.norms_input() ? router_rule_.append_experts_norm(ops, input) : input;
+    if (!adds_) {  // the sum adds to what is there
+      ops.call(mlp_ + "zero", {}, {hidden}, [=](const Context& ctx, const Step&, const Rows& rows) {
+        const Tensor all = rows(hidden);
+        fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
+      });
     }
+    MoeCombineParams sum{
+        .hidden = {}, .y = out_, .routing = routing_, .scale = spec_.residual_scale};
+    if (shared_down_ != nullptr) {
+      const std::string shared = mlp_ + "shared_expert.";
+      const Value act = ops.value("moe.shared_act", shared_act_);
+      const Value out = ops.value("moe.shared_out", shared_out_);
+      ops.gated(shared + "gate_up_proj", *shared_gate_up_, act,
+                ops.value("moe.shared_gate_up", shared_both_), x);
+      ops.linear(shared + "down_proj", *shared_down_, out, act);
+      sum.shared = shared_out_;
+      sum.shared_gate = logits_;
+      sum.gate_column = shape_.num_experts;
+    }
+    append_experts(ops, x);
+    ops.combine(mlp_ + "experts.combine", hidden, sum, adds_);
+    ops.end_groups();
   }
 
  private:
@@ -218,44 +238,41 @@ class MoeBlock : public Block {
     return make_linear(spec_.linear_method_of(module), config);
   }
 
-  void forward_group(const Context& ctx, Phase phase, const Tensor& hidden,
-                     const Tensor& input) const {
-    const int64_t num_tokens = input.size(0), num_pairs = num_tokens * shape_.top_k;
-    const Tensor logits = logits_.rows(0, num_tokens), act = act_.rows(0, num_pairs);
-    const Tensor out = out_.rows(0, num_pairs);
-    GemmQueue* const queue = GemmQueue::of(ctx);
-    route(ctx, logits, input);
-    const Tensor x = router_rule_.norms_input() ? router_rule_.experts_input(ctx, input) : input;
-    // The sum adds to what is there.
-    if (!adds_) fill_bytes(ctx.device, hidden.data(), 0, hidden.num_bytes(), ctx.stream);
-    MoeCombineParams sum{
-        .hidden = hidden, .y = out, .routing = routing_, .scale = spec_.residual_scale};
-    if (shared_down_ != nullptr) {
-      const Tensor shared_act = shared_act_.rows(0, num_tokens);
-      shared_gate_up_->forward_gated(ctx, phase, shared_act, shared_both_.rows(0, num_tokens), x);
-      sum.shared = shared_out_.rows(0, num_tokens);
-      shared_down_->forward(ctx, phase, sum.shared, shared_act, 1, 0);
-      sum.shared_gate = logits;
-      sum.gate_column = shape_.num_experts;
+  // In every phase the same order of sums: a token's experts do not depend on the phase.
+  void append_router(OpList& ops, const Value& x) const {
+    if (!router_rule_.is_plain()) {
+      return ops.call(
+          mlp_ + "gate", {x}, {},
+          [=, this](const Context& ctx, const Step&, const Rows& rows) {
+            router_rule_.route(ctx, logits_.rows(0, rows.count), rows(x), router_, routing_);
+          },
+          router_.num_bytes());
     }
-    multiply(ctx, phase, out, act, x);
-    if (shape_.expert_bias) {
-      add_bias(ctx, {.y = out, .bias = down_bias_, .index = routing_.experts});
-    }
-    queue != nullptr ? queue->push(sum) : moe_combine(ctx, sum);
+    ops.router(mlp_ + "gate", x,
+               {.logits = logits_,
+                .x = {},
+                .w = router_,
+                .renormalise = shape_.renormalise,
+                .routing = routing_,
+                .memory = memory_});
   }
 
-  // In every phase the same order of sums: a token's experts do not depend on the phase.
-  void route(const Context& ctx, const Tensor& logits, const Tensor& x) const {
-    if (!router_rule_.is_plain()) return router_rule_.route(ctx, logits, x, router_, routing_);
-    GemmQueue* const queue = GemmQueue::of(ctx);
-    moe_router(ctx, {.logits = logits,
-                     .x = x,
-                     .w = router_,
-                     .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
-                     .renormalise = shape_.renormalise,
-                     .routing = routing_,
-                     .memory = memory_});
+  // out_ = down of the experts of each pair.
+  void append_experts(OpList& ops, const Value& x) const {
+    const bool sorts = ops.phase() == Phase::kPrefill;
+    ops.call(
+        mlp_ + "experts", {x}, {},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x)) : multiply(ctx, rows(x));
+        },
+        shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
+    if (!shape_.expert_bias) return;
+    ops.call(mlp_ + "experts.down_proj_bias", {}, {},
+             [this](const Context& ctx, const Step&, const Rows& rows) {
+               add_bias(ctx, {.y = out_.rows(0, rows.count * shape_.top_k),
+                              .bias = down_bias_,
+                              .index = routing_.experts});
+             });
   }
 
   // act = activation of gate and up of each pair; `order`: the pair of each row, null: row r.
@@ -271,20 +288,24 @@ class MoeBlock : public Block {
                            .order = shape_.expert_bias ? order : nullptr});
   }
 
-  // out = down of the experts of each pair; act is scratch.
-  void multiply(const Context& ctx, Phase phase, const Tensor& out, const Tensor& act,
-                const Tensor& x) const {
+  void multiply(const Context& ctx, const Tensor& x) const {
+    const int64_t num_pairs = x.size(0) * shape_.top_k;
+    const Tensor act = act_.rows(0, num_pairs), out = out_.rows(0, num_pairs);
     const bool plain = shape_.is_plain();
-    const Tensor both = plain ? act : both_.rows(0, act.size(0));
-    if (phase == Phase::kDecode || !has_sorted_gemm(ctx)) {
-      gate_up_->forward(ctx, {.y = both, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
-      if (!plain) activate(ctx, act, both, nullptr);
-      // With routing_is_complete, no launch may come between these two.
-      down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = plain});
-      return;
-    }
+    const Tensor both = plain ? act : both_.rows(0, num_pairs);
+    gate_up_->forward(ctx, {.y = both, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
+    if (!plain) activate(ctx, act, both, nullptr);
+    // With routing_is_complete, no launch may come between these two.
+    down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = plain});
+  }
+
+  void multiply_sorted(const Context& ctx, const Tensor& x) const {
+    const int64_t num_pairs = x.size(0) * shape_.top_k;
+    const Tensor act = act_.rows(0, num_pairs), out = out_.rows(0, num_pairs);
+    const bool plain = shape_.is_plain();
+    const Tensor both = plain ? act : both_.rows(0, num_pairs);
     // The memory of `out` is free until the down projection writes it.
-    const Tensor sorted(out.data(), x.dtype(), {out.size(0), x.size(1)});
+    const Tensor sorted(out.data(), x.dtype(), {num_pairs, x.size(1)});
     gather_pairs(ctx, {.sorted = sorted, .x = x, .routing = routing_});
     gate_up_->forward_sorted(ctx, {.y = both, .x = sorted, .routing = routing_, .sorted_y = true});
     if (!plain) activate(ctx, act, both, routing_.pairs);

@@ -5,7 +5,7 @@
 #include "core/model_spec.h"
 #include "core/weights.h"
 #include "kernels/layer/rms_norm.h"
-#include "linear/gemm_queue.h"
+#include "pass/op_list.h"
 
 namespace cpmcu {
 
@@ -27,18 +27,24 @@ class RmsNorm {
   // `out_stride`: elements between rows of out; 0: H.
   void forward(const Context& ctx, const Tensor& out, const Tensor& x, int64_t out_stride = 0,
                const int* index = nullptr) const {
-    const RmsNormParams norm{.out = out,
-                             .x = x,
-                             .weight = weight_,
-                             .eps = spec_->rms_norm_eps,
-                             .out_stride = out_stride,
-                             .index = index,
-                             .weight_offset = offset_};
-    GemmQueue* const queue = GemmQueue::of(ctx);
-    if (queue == nullptr || !queue->push(norm)) rms_norm(ctx, norm);
+    RmsNormParams norm = params();
+    norm.out = out, norm.x = x, norm.out_stride = out_stride, norm.index = index;
+    rms_norm(ctx, norm);
+  }
+  // out = norm of x, as an op of a pass.
+  void append(OpList& ops, const Value& out, const Value& x) const {
+    ops.norm(name_, out, x, params());
   }
 
  private:
+  RmsNormParams params() const {
+    return {.out = {},
+            .x = {},
+            .weight = weight_,
+            .eps = spec_->rms_norm_eps,
+            .weight_offset = offset_};
+  }
+
   const ModelSpec* spec_;
   std::string name_;
   int64_t width_;

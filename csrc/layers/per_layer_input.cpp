@@ -85,21 +85,30 @@ class PerLayerEmbeddingBlock : public Block {
   void finish_loading(const Context& ctx) override { projection_->finish_loading(ctx); }
   std::string norm_name() const override { return prefix_ + "input_norm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor&,
-               const Tensor& x) const override {
-    const int64_t tokens = x.size(0), rows = tokens * spec_.num_hidden_layers;
-    const Tensor inputs = inputs_.rows.rows(0, tokens), projected = projected_.rows(0, tokens);
-    const float columns = static_cast<float>(width_), hidden = static_cast<float>(x.size(1));
-    if (ctx.pending != nullptr) ctx.pending->flush();
-    embedding(ctx, {.out = inputs, .table = table_, .ids = step.ids, .scale = std::sqrt(columns)});
-    projection_->forward(ctx, step.phase, projected, x, 1 / std::sqrt(hidden), 0);
-    if (ctx.pending != nullptr) ctx.pending->flush();
-    norm_add(ctx, {.hidden = inputs.view({rows, width_}),
-                   .x = projected.view({rows, width_}),
-                   .weight = norm_.weight(),
-                   .eps = spec_.rms_norm_eps,
-                   .weight_offset = spec_.norm_offset(),
-                   .factor = std::sqrt(0.5f)});
+  void append(OpList& ops, const Value&, const Value& x) const override {
+    const Value inputs = ops.value("per_layer_inputs", inputs_.rows);
+    const Value projected = ops.value("per_layer_embedding.projected", projected_);
+    ops.call(prefix_ + "table", {}, {inputs},
+             [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+               embedding(ctx, {.out = rows(inputs),
+                               .table = table_,
+                               .ids = step.ids,
+                               .scale = std::sqrt(static_cast<float>(width_))});
+             });
+    ops.linear(prefix_ + "projection", *projection_, projected, x,
+               1 / std::sqrt(static_cast<float>(spec_.hidden_size)));
+    ops.call(
+        prefix_ + "norm", {inputs, projected}, {inputs},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          const int64_t count = rows.count * spec_.num_hidden_layers;
+          norm_add(ctx, {.hidden = rows(inputs).view({count, width_}),
+                         .x = rows(projected).view({count, width_}),
+                         .weight = norm_.weight(),
+                         .eps = spec_.rms_norm_eps,
+                         .weight_offset = spec_.norm_offset(),
+                         .factor = std::sqrt(0.5f)});
+        },
+        norm_.weight().num_bytes());
   }
 
  private:
@@ -165,17 +174,20 @@ class PerLayerInputBlock : public Block {
   }
   std::string norm_name() const override { return prefix_ + "input_norm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const int64_t tokens = x.size(0);
-    const Tensor gated = gated_.rows(0, tokens), act = act_.rows(0, tokens);
-    gate_->forward(ctx, step.phase, gated, x, 1, 0);
-    gated_activation(ctx, {.out = act,
-                           .x = gated,
-                           .kind = Activation::kGeluTanh,
-                           .up = inputs_.rows.rows(0, tokens),
-                           .first_up = int64_t{layer_} * width_});
-    projection_->forward(ctx, step.phase, hidden, act, 1, 0);
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const Value inputs = ops.value("per_layer_inputs", inputs_.rows);
+    const Value gated = ops.value("per_layer_input.gate", gated_);
+    const Value act = ops.value("per_layer_input.act", act_);
+    ops.linear(prefix_ + "gate", *gate_, gated, x);
+    ops.call(prefix_ + "activation", {gated, inputs}, {act},
+             [=, this](const Context& ctx, const Step&, const Rows& rows) {
+               gated_activation(ctx, {.out = rows(act),
+                                      .x = rows(gated),
+                                      .kind = Activation::kGeluTanh,
+                                      .up = rows(inputs),
+                                      .first_up = int64_t{layer_} * width_});
+             });
+    ops.linear(prefix_ + "projection", *projection_, hidden, act);
   }
 
  private:

@@ -98,9 +98,16 @@ class Router {
     if (scales_) table.add(mlp_ + "expert_scale", scale_);
   }
 
-  // The input of the experts [T, H], of the block's input x. With router_norm only.
-  Tensor experts_input(const Context& ctx, const Tensor& x) const {
-    return normed(ctx, experts_norm_, experts_x_, x);
+  // Appends the norm of the block's input x that the experts read. With router_norm only.
+  Value append_experts_norm(OpList& ops, const Value& x) const {
+    const Value out = ops.value("moe.experts_x", experts_x_);
+    ops.call(
+        mlp_ + "experts_norm", {x}, {out},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          normed(ctx, experts_norm_, experts_x_, rows(x));
+        },
+        experts_norm_.weight().num_bytes());
+    return out;
   }
   // Writes logits [T, E] and the routing of the block's input x. `w` [E, H].
   void route(const Context& ctx, const Tensor& logits, const Tensor& x, const Tensor& w,

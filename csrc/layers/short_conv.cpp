@@ -16,7 +16,7 @@ class ShortConvBlock : public Block {
         kernel_size_(config.params.integer("conv_kernel", 3)),
         prefix_(config.prefix),
         phase_(config.phase),
-        beta_(config.adds ? 1.0f : 0.0f) {
+        adds_(config.adds) {
     config.params.check_known("a short_conv block", {"conv_kernel"});
     CHECK(kernel_size_ >= 2 && kernel_size_ <= kMaxConvTaps,
           "a short_conv block has a conv_kernel of {}, expected 2 to {}", kernel_size_,
@@ -83,21 +83,26 @@ class ShortConvBlock : public Block {
 
   std::string norm_name() const override { return prefix_ + "input_layernorm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
-    const int num_tokens = step.tokens.num_tokens;
-    const Tensor bcx = in_buffer_.rows(0, num_tokens), out = out_buffer_.rows(0, num_tokens);
-    in_->forward(ctx, step.phase, bcx, x, 1, 0);
-    short_conv(ctx, {.out = out,
-                     .bcx = bcx,
-                     .weight = weight_,
-                     .window = window_,
-                     .pending = pending_,
-                     .folded = folded_,
-                     .accepted = step.accepted,
-                     .commits = step.phase == Phase::kPrefill,
-                     .tokens = step.tokens});
-    out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, beta_);
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    const std::string module = prefix_ + "conv.";
+    const Value bcx = ops.value("short_conv.bcx", in_buffer_);
+    const Value out = ops.value("short_conv.out", out_buffer_);
+    ops.linear(module + "in_proj", *in_, bcx, x);
+    ops.call(
+        module + "conv", {bcx}, {out},
+        [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+          short_conv(ctx, {.out = rows(out),
+                           .bcx = rows(bcx),
+                           .weight = weight_,
+                           .window = window_,
+                           .pending = pending_,
+                           .folded = folded_,
+                           .accepted = step.accepted,
+                           .commits = step.phase == Phase::kPrefill,
+                           .tokens = step.tokens});
+        },
+        weight_.num_bytes());
+    ops.add_linear(module + "out_proj", *out_, hidden, out, spec_.residual_scale, adds_);
   }
 
  private:
@@ -105,7 +110,7 @@ class ShortConvBlock : public Block {
   int kernel_size_;
   std::string prefix_;
   Timeline phase_;
-  float beta_;  // hidden = beta * hidden + output
+  bool adds_;  // see BlockConfig
   std::unique_ptr<LinearMethod> in_, out_;
   MemoryPlan::Id weight_id_ = 0, in_buffer_id_ = 0, out_buffer_id_ = 0;
   ModelState::SlotId window_id_, folded_id_, pending_id_;

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <string_view>
 
-#include "layers/compress_queue.h"
-
 namespace cpmcu {
 
 SparseKeys::SparseKeys(const Params& params)
@@ -38,7 +36,9 @@ void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& lim
   plane.rows_per_page = 1;
   coarse_id_ = state.add_paged(plane);
   max_tokens_ = limits.max_tokens;
+  num_heads_ = num_heads;
   num_kv_heads_ = keys.num_heads;
+  head_dim_ = keys.width;
   num_words_ = selection_words(limits.max_kv);
   selection_id_ = plan.add_scratch("attention.selection",
                                    8 * max_tokens_ * num_kv_heads_ * num_words_, phase, phase);
@@ -63,33 +63,23 @@ void SparseKeys::finish_loading(const Context& ctx) const {
   fill_bytes(ctx.device, memory_.data(), 0, memory_bytes_, ctx.stream);
 }
 
-void SparseKeys::compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
-                          const int* accepted_counts) const {
-  const CompressKeysParams params{.layers = {{.k_cache = keys, .compressed = keys_}},
-                                  .accepted_counts = accepted_counts,
-                                  .tokens = tokens};
-  CompressQueue* const queue = CompressQueue::of(ctx);
-  queue != nullptr ? queue->push(params) : compress_keys(ctx, params);
-}
-
 int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const {
   return sparse_scratch_floats(num_tokens, num_heads, head_dim, max_selected_splits(rule_, max_kv));
 }
 
-BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rotary,
-                                  bool keys_are_old) const {
-  const StepTokens& tokens = rotary.tokens;
+BlockSelection SparseKeys::select(const Context& ctx, const Tensor& qkv, const QkvLayout& layout,
+                                  const StepTokens& tokens, bool keys_are_old) const {
   // Beyond kMaxDenseEntries, dense attention has other splits and so other bits.
   if (tokens.max_kv <= std::min(rule_.dense_len, kMaxDenseEntries)) return {};
   const Tensor selection = selection_.rows(0, tokens.num_tokens);
   select_blocks(ctx, {.selection = selection,
-                      .qkv = rotary.qkv,
-                      .layout = rotary.layout,
+                      .qkv = qkv,
+                      .layout = layout,
                       .keys = keys_,
-                      .scale = 1 / std::sqrt(static_cast<float>(rotary.head_dim)),
-                      .num_heads = rotary.num_heads,
-                      .num_kv_heads = rotary.num_kv_heads,
-                      .head_dim = rotary.head_dim,
+                      .scale = 1 / std::sqrt(static_cast<float>(head_dim_)),
+                      .num_heads = num_heads_,
+                      .num_kv_heads = num_kv_heads_,
+                      .head_dim = head_dim_,
                       .rule = rule_,
                       .keys_are_old = keys_are_old,
                       .tokens = tokens,

@@ -8,8 +8,8 @@
 #include "core/params.h"
 #include "kernels/attention/attention.h"
 #include "kernels/attention/sparse.h"
-#include "kernels/layer/rotary_kv.h"
 #include "kernels/step/step.h"
+#include "pass/op_list.h"
 #include "state/model_state.h"
 
 namespace cpmcu {
@@ -27,20 +27,25 @@ class SparseKeys {
   void bind(const Arena& arena, const ModelState& state);
   void finish_loading(const Context& ctx) const;
 
-  // Compresses the keys of a prefill step, or of the accepted tokens of a decode step.
-  void compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
-                const int* accepted_counts = nullptr) const;
+  // Appends the compression of the keys of a prefill step, or of the accepted tokens of a decode
+  // step. `prefix`: of the op's name.
+  void append_compress(OpList& ops, const std::string& prefix, const Tensor& keys,
+                       bool accepted = false) const {
+    ops.compress(prefix + "compress_keys", {.k_cache = keys, .compressed = keys_}, accepted);
+  }
   // Elements of the scratch of attention_decode.
   int64_t scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const;
-  // The blocks of each token; empty if all tokens of the step are dense. `rotary`: the op that
-  // rotated the queries. keys_are_old: see SelectBlocksParams.
-  BlockSelection select(const Context& ctx, const RotaryKvParams& rotary, bool keys_are_old) const;
+  // The blocks of each token; empty if all tokens of the step are dense. `qkv` [T, columns of the
+  // layout]: after RoPE. keys_are_old: see SelectBlocksParams.
+  BlockSelection select(const Context& ctx, const Tensor& qkv, const QkvLayout& layout,
+                        const StepTokens& tokens, bool keys_are_old) const;
 
  private:
   SparseRule rule_;
   ModelState::PagedId fine_id_, coarse_id_;
   MemoryPlan::Id selection_id_ = 0, scores_id_ = 0, memory_id_ = 0;
-  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0, score_floats_ = 0, memory_bytes_ = 0;
+  int num_heads_ = 0, num_kv_heads_ = 0, head_dim_ = 0;
+  int64_t max_tokens_ = 0, num_words_ = 0, score_floats_ = 0, memory_bytes_ = 0;
   CompressedKeys keys_;
   Tensor selection_;  // [T, Hkv, words]
   Tensor scores_;     // scratch of select_blocks

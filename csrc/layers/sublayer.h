@@ -36,7 +36,8 @@ class Sublayer {
           config.prefix, kind);
     block_ = BlockRegistry::instance().create("block", kind, config);
     if (norms_input) norm_.emplace(*spec_, block_->norm_name());
-    if (!config.adds) output_norm_.emplace(*spec_, config.prefix + kind + "_output_norm");
+    output_norm_name_ = config.prefix + kind + "_output_norm";
+    if (!config.adds) output_norm_.emplace(*spec_, output_norm_name_);
     if (scales) scale_name_ = config.prefix + kind + "_output_scale";
   }
 
@@ -53,7 +54,6 @@ class Sublayer {
   void bind(const Arena& arena, const ModelState& state) {
     if (norm_) norm_->bind(arena);
     block_->bind(arena, state);
-    if (norm_) block_->set_norm(*norm_);
     if (output_norm_) output_norm_->bind(arena);
     if (!scale_name_.empty()) scale_ = arena.tensor(scale_id_, spec_->dtype, {1});
   }
@@ -63,18 +63,22 @@ class Sublayer {
     if (output_norm_) output_norm_->list_tensors(table);
     if (!scale_name_.empty()) table.add(scale_name_, scale_);
   }
-  // `normed` and `branch` [T, H] are scratch; branch may be empty without output_norm.
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& normed,
-               const Tensor& branch) const {
-    if (norm_) norm_->forward(ctx, normed, hidden);
-    block_->forward(ctx, step, output_norm_ ? branch : hidden, norm_ ? normed : hidden);
+  // `normed` and `branch` [T, H] are scratch; branch is not used without output_norm.
+  void append(OpList& ops, const Value& hidden, const Value& normed, const Value& branch) const {
+    if (norm_) norm_->append(ops, normed, hidden);
+    block_->append(ops, output_norm_ ? branch : hidden, norm_ ? normed : hidden);
     if (!output_norm_) return;
-    norm_add(ctx, {.hidden = hidden,
-                   .x = branch,
-                   .weight = output_norm_->weight(),
-                   .eps = eps_,
-                   .weight_offset = spec_->norm_offset(),
-                   .scale = scale_});
+    ops.call(
+        output_norm_name_, {hidden, branch}, {hidden},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          norm_add(ctx, {.hidden = rows(hidden),
+                         .x = rows(branch),
+                         .weight = output_norm_->weight(),
+                         .eps = eps_,
+                         .weight_offset = spec_->norm_offset(),
+                         .scale = scale_});
+        },
+        output_norm_->weight().num_bytes());
   }
 
  private:
@@ -88,6 +92,7 @@ class Sublayer {
   float eps_;  // of the output norm
   std::optional<RmsNorm> norm_, output_norm_;
   std::unique_ptr<Block> block_;
+  std::string output_norm_name_;
   std::string scale_name_;  // empty: no output_scale
   MemoryPlan::Id scale_id_ = 0;
   Tensor scale_;  // [1]

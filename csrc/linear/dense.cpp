@@ -1,7 +1,6 @@
 // Unquantised weights [N, K] in the model's dtype: "dense".
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/gather_rows.h"
-#include "linear/gemm_queue.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -36,28 +35,24 @@ class DenseLinear : public LinearMethod {
 
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const override {
-    if (push(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta})) return;
     const GemmParams params{.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta};
     phase == Phase::kPrefill ? large_gemm(ctx, params) : skinny_gemm(ctx, params);
   }
 
   void forward_gated(const Context& ctx, Phase phase, const Tensor& out, const Tensor& gate_up,
                      const Tensor& x) const override {
-    if (weight_.size(0) % 16 == 0 && push(ctx, {.y = out, .x = x, .w = weight_, .gated = true})) {
-      return;
-    }
     if (phase == Phase::kPrefill) {
       return gated_gemm(ctx, {.out = out, .x = x, .w = weight_, .scratch = gate_up});
     }
     LinearMethod::forward_gated(ctx, phase, out, gate_up, x);
   }
 
- private:
-  bool push(const Context& ctx, const FusedGemm& gemm) const {
-    GemmQueue* const queue = GemmQueue::of(ctx);
-    return queue != nullptr && queue->push(gemm, fused_memory_);
+  std::optional<FusedForm> fused_form() const override {
+    return FusedForm{.w = weight_, .memory = fused_memory_};
   }
+  int64_t weight_bytes() const override { return weight_.num_bytes(); }
 
+ private:
   LinearConfig config_;
   int64_t fused_bytes_ = 0;
   MemoryPlan::Id weight_id_ = 0, fused_id_ = 0;

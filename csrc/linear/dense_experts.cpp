@@ -29,6 +29,7 @@ class DenseExperts : public ExpertLinear {
     }
   }
 
+  int64_t expert_bytes() const override { return weight_.num_bytes() / config_.num_experts; }
   void forward(const Context& ctx, const ExpertRows& rows) const override {
     expert_gemm(ctx, {.rows = rows, .w = weight_, .gated = config_.expert.gated});
   }

@@ -32,6 +32,8 @@ class ExpertLinear {
   virtual void bind(const Arena& arena) = 0;
   virtual void list_tensors(WeightTable& table) = 0;
   virtual void finish_loading(const Context&) {}
+  // Bytes of one expert's weights; 0: unknown.
+  virtual int64_t expert_bytes() const { return 0; }
   // As expert_gemm; gated if the config is.
   virtual void forward(const Context& ctx, const ExpertRows& rows) const = 0;
   // As sorted_gemm, for the rows of a prompt. Called only if has_sorted_gemm.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "core/model_spec.h"
 #include "core/registry.h"
 #include "core/weights.h"
+#include "kernels/gemm/fused_layer.h"
 #include "kernels/layer/silu_mul.h"
 #include "kernels/step/step.h"
 
@@ -77,6 +79,11 @@ class LinearMethod {
     forward(ctx, phase, gate_up, x, 1, 0);
     silu_mul(ctx, {.out = out, .x = gate_up});
   }
+  // The weights for the fused layer kernel, which may replace `forward` and `forward_gated` of a
+  // decode pass. Default: never.
+  virtual std::optional<FusedForm> fused_form() const { return {}; }
+  // Bytes of the weights that `forward` reads; 0: unknown.
+  virtual int64_t weight_bytes() const { return 0; }
 };
 
 using LinearRegistry = Registry<LinearMethod, const LinearConfig&>;

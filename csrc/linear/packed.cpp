@@ -47,6 +47,9 @@ class PackedLinear : public LinearMethod {
     matrix_.forward_gated(ctx, phase, out, gate_up, x);
   }
 
+  std::optional<FusedForm> fused_form() const override { return matrix_.fused_form(); }
+  int64_t weight_bytes() const override { return matrix_.weight().num_bytes(); }
+
  private:
   std::string name_;
   DType dtype_;

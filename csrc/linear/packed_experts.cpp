@@ -51,6 +51,7 @@ class PackedExperts : public ExpertLinear {
     }
   }
 
+  int64_t expert_bytes() const override { return weight_.num_bytes(); }
   void forward(const Context& ctx, const ExpertRows& rows) const override {
     packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }

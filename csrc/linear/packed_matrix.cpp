@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
-#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -47,10 +46,6 @@ bool PackedMatrix::multiplies_slices(const Context& ctx, Phase phase) const {
 
 void PackedMatrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,
                             float beta) const {
-  const FusedGemm gemm{
-      .y = y, .x = x, .packed = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
-  GemmQueue* const queue = GemmQueue::of(ctx);
-  if (queue != nullptr && queue->push(gemm, fused_memory_)) return;
   packed_gemm(ctx,
               {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
 }

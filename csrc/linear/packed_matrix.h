@@ -1,5 +1,4 @@
-// A 4-bit matrix (two nibble planes: 8-bit) in the engine's packed layout, and its GEMM. Shared by
-// the linear methods of 4-bit weights.
+// A matrix in weight blocks and its GEMM, shared by the linear methods of quantised weights.
 #pragma once
 
 #include <string>
@@ -21,6 +20,9 @@ class PackedMatrix {
   void prepare(const Context& ctx) { fused_layer_prepare(ctx, fused_memory_); }
 
   const PackedWeight& weight() const { return weight_; }
+  FusedForm fused_form() const {
+    return {.packed = weight_, .scratch = scratch_, .memory = fused_memory_};
+  }
 
   // As LinearMethod::forward. If packed_gemm is slow with many rows and cuBLASLt is loaded, prefill
   // multiplies dequantised slices of W. A row's bits still depend on N and K only.

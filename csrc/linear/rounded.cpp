@@ -50,6 +50,9 @@ class RoundedLinear : public LinearMethod {
     matrix_.forward(ctx, phase, y, x, alpha, beta);
   }
 
+  std::optional<FusedForm> fused_form() const override { return matrix_.fused_form(); }
+  int64_t weight_bytes() const override { return matrix_.weight().num_bytes(); }
+
  private:
   LinearConfig config_;
   PackedMatrix matrix_;

@@ -5,7 +5,6 @@
 #include "kernels/layer/gather_rows.h"
 #include "kernels/layer/norm_heads.h"
 #include "kernels/layer/softcap.h"
-#include "layers/compress_queue.h"
 
 namespace cpmcu {
 
@@ -77,6 +76,8 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
                    {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
   head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_head_rows_, hidden});
   logits_ = arena.tensor(logits_id_, DType::kF32, {max_logit_rows_, spec_.vocab_size});
+  pass_.append([this](OpList& ops) { append(ops); });
+  for (const Sublayer& sublayer : sublayers_) sublayer.block().append_commit(commit_.ops());
 }
 
 void Transformer::list_tensors(WeightTable& table) {
@@ -87,48 +88,55 @@ void Transformer::list_tensors(WeightTable& table) {
 }
 
 void Transformer::finish_loading(const Context& ctx) {
+  pass_.cut(CutTarget::of(ctx));
+  commit_.cut(CutTarget::of(ctx));
   for (Sublayer& sublayer : sublayers_) sublayer.block().finish_loading(ctx);
   if (head_ == nullptr) return;
   spec_.tie_word_embeddings ? head_->load_rows(ctx, embed_, nullptr) : head_->finish_loading(ctx);
 }
 
-Tensor Transformer::forward(const Context& ctx, const Step& step) const {
-  const Tensor hidden = hidden_.rows(0, step.tokens.num_tokens);
-  const Tensor normed = normed_.rows(0, step.tokens.num_tokens);
-  const Tensor branch = has_branch_ ? branch_.rows(0, step.tokens.num_tokens) : Tensor();
-  embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+void Transformer::append(OpList& ops) const {
+  const Value hidden = ops.value("hidden", hidden_), normed = ops.value("normed", normed_);
+  const Value branch = has_branch_ ? ops.value("branch", branch_) : Value();
+  ops.call(
+      prefix_ + "model.embed_tokens", {}, {hidden},
+      [=, this](const Context& ctx, const Step& step, const Rows& rows) {
+        embedding(
+            ctx,
+            {.out = rows(hidden), .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+      });
   if (spec_.normed_embedding) {
-    norm_heads(ctx, {.x = hidden, .width = spec_.hidden_size, .eps = spec_.rms_norm_eps});
+    ops.call(prefix_ + "model.embedding_norm", {hidden}, {hidden},
+             [=, this](const Context& ctx, const Step&, const Rows& rows) {
+               norm_heads(
+                   ctx, {.x = rows(hidden), .width = spec_.hidden_size, .eps = spec_.rms_norm_eps});
+             });
   }
-  GemmQueue gemms(ctx, step.phase, &gemm_order_);
   int layer = -1;
   for (const Sublayer& sublayer : sublayers_) {
     if (sublayer.layer() != layer) {
       layer = sublayer.layer();
-      gemms.then([=, this, &ctx] { copy_aux_hidden(ctx, layer, hidden); });
+      ops.begin_layer(layer, prefix_ + "model.layers." + std::to_string(layer) + ".");
+      ops.layer_input(hidden, copy_aux_hidden(layer, hidden));
     }
-    sublayer.forward(gemms.context(), step, hidden, normed, branch);
+    sublayer.append(ops, hidden, normed, branch);
   }
-  gemms.flush();
-  return hidden;
 }
 
-void Transformer::commit(const Context& ctx, const Step& step, const Accepted& accepted) const {
-  CompressQueue queue(ctx);
-  for (const Sublayer& sublayer : sublayers_) {
-    sublayer.block().commit(queue.context(), step, accepted);
-  }
-  queue.flush();
-}
-
-void Transformer::copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const {
+RunOp Transformer::copy_aux_hidden(int layer, const Value& hidden) const {
+  std::vector<size_t> places;  // among the auxiliary hidden states
   for (size_t i = 0; i < aux_hidden_layers_.size(); ++i) {
-    if (aux_hidden_layers_[i] != layer) continue;
-    const Tensor columns(
-        aux_hidden_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
-        spec_.dtype, {hidden.size(0), spec_.hidden_size});
-    gather_rows(ctx, {.out = columns, .x = hidden, .out_stride = aux_hidden_.size(1)});
+    if (aux_hidden_layers_[i] == layer) places.push_back(i);
   }
+  if (places.empty()) return {};
+  return [=, this](const Context& ctx, const Step&, const Rows& rows) {
+    for (const size_t i : places) {
+      const int64_t first = static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype);
+      const Tensor columns(aux_hidden_.as<char>() + first, spec_.dtype,
+                           {rows.count, spec_.hidden_size});
+      gather_rows(ctx, {.out = columns, .x = rows(hidden), .out_stride = aux_hidden_.size(1)});
+    }
+  };
 }
 
 Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) const {

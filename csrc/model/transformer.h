@@ -8,8 +8,8 @@
 #include "layers/block.h"
 #include "layers/norm.h"
 #include "layers/sublayer.h"
-#include "linear/gemm_queue.h"
 #include "linear/linear.h"
+#include "pass/replay.h"
 
 namespace cpmcu {
 
@@ -35,9 +35,12 @@ class Transformer {
 
   // Embeds the step's ids and runs all layers, which write their keys and values to the state.
   // Returns the residual stream [T, H] before the final norm.
-  Tensor forward(const Context& ctx, const Step& step) const;
-  // After a decode step: every block commits the accepted tokens.
-  void commit(const Context& ctx, const Step& step, const Accepted& accepted) const;
+  Tensor forward(const Context& ctx, const Step& step) const {
+    pass_.replay(ctx, step);
+    return hidden(step.tokens.num_tokens);
+  }
+  // After a decode step: every block commits the accepted tokens of the step.
+  void commit(const Context& ctx, const Step& step) const { commit_.replay(ctx, step); }
   // Returns logits [R, V] float32 of `rows` [R, H] of the residual stream, R <= max_logit_rows. The
   // rows after the final norm become rows first_row, first_row + 1, … of `final_hidden`.
   Tensor head(const Context& ctx, const Tensor& rows, int first_row = 0) const;
@@ -57,13 +60,20 @@ class Transformer {
   // The auxiliary hidden states of the last `forward`, [T, layers * H].
   Tensor aux_hidden(int num_tokens) const { return aux_hidden_.rows(0, num_tokens); }
   const Tensor& embedding_table() const { return embed_; }  // [V, H]
+  // The launches of a pass, for this device or another.
+  std::vector<LaunchRow> launches(Phase phase, const CutTarget& target) const {
+    return launch_rows(pass_.of(phase).ops(), target);
+  }
+  // Cuts the pass for another device than the one it runs on; for tests.
+  void cut(const CutTarget& target) { pass_.cut(target); }
   // [V, H], valid until the first step; empty if the checkpoint's head is quantised.
   Tensor head_weight() const {
     return head_ && !spec_.tie_word_embeddings ? head_->dense_weight() : embed_;
   }
 
  private:
-  void copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const;
+  void append(OpList& ops) const;
+  RunOp copy_aux_hidden(int layer, const Value& hidden) const;
 
   const ModelSpec& spec_;
   std::string prefix_;
@@ -83,7 +93,8 @@ class Transformer {
   Tensor head_in_;     // [head rows, H]
   Tensor logits_;      // [R, V] float32
 
-  mutable std::vector<PackedWeight> gemm_order_;  // see GemmQueue
+  Pass pass_;
+  Schedule commit_{Phase::kDecode};
 };
 
 }  // namespace cpmcu

@@ -2,7 +2,6 @@
 
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
-#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 
@@ -42,6 +41,9 @@ void EagleHead::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& li
 
 void EagleHead::bind(const Arena& arena) {
   HeadDrafter::bind(arena);
+  for (Module& module : modules_) {
+    module.pass.append([&](OpList& ops) { append(module, ops); });
+  }
   if (!form_.bias) return;
   bias_ = arena.tensor(bias_id_, model().dtype, {1, width()});
   zeros_ = arena.array<int>(zeros_id_);
@@ -52,8 +54,20 @@ void EagleHead::list_tensors(WeightTable& table) {
   if (form_.bias) table.add(spec_.scope + "fc.bias", bias_.view({width()}));
 }
 
+void EagleHead::append(const Module& module, OpList& ops) const {
+  const Value hidden = hidden_value(ops), normed = normed_value(ops);
+  ops.add_linear(spec_.scope + "fc", *module.fc, hidden, both_value(ops), 1, form_.bias);
+  for (const auto& [blocks, attention_norm, mlp_norm] : module.layers) {
+    if (attention_norm) attention_norm->append(ops, normed, hidden);
+    blocks.attention->append(ops, hidden, attention_norm ? normed : hidden);
+    mlp_norm->append(ops, normed, hidden);
+    blocks.mlp->append(ops, hidden, normed);
+  }
+}
+
 void EagleHead::finish_loading(const Context& ctx, const TargetParts& target) {
   HeadDrafter::finish_loading(ctx, target);
+  for (Module& module : modules_) module.pass.cut(cut_target(ctx));
   if (form_.bias) fill_bytes(ctx.device, zeros_, 0, 4 * max_tokens(), ctx.stream);
 }
 
@@ -79,16 +93,7 @@ Tensor EagleHead::run_module(const Context& ctx, int index, const Step& step,
         {.out = of_token, .x = aux_hidden.x, .index = aux_hidden.index, .out_stride = 2 * width()});
   }
   if (form_.bias) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
-  GemmQueue gemms(ctx, step.phase);
-  const Context& queued = gemms.context();
-  module.fc->forward(queued, step.phase, hidden, both(num_tokens), 1, form_.bias ? 1 : 0);
-  for (const auto& [blocks, attention_norm, mlp_norm] : module.layers) {
-    if (attention_norm) attention_norm->forward(queued, normed, hidden);
-    blocks.attention->forward(queued, step, hidden, attention_norm ? normed : hidden);
-    mlp_norm->forward(queued, normed, hidden);
-    blocks.mlp->forward(queued, step, hidden, normed);
-  }
-  gemms.flush();
+  module.pass.replay(ctx, step);
   if (module.final_norm) module.final_norm->forward(ctx, hidden, hidden);
   return hidden;
 }

@@ -65,9 +65,11 @@ class EagleHead : public HeadDrafter {
     LinearMethod* fc;
     RmsNorm *embed_norm = nullptr, *aux_hidden_norm = nullptr, *final_norm = nullptr;
     std::vector<NormedLayer> layers{};
+    Pass pass{};  // fc and the layers
   };
 
   Module make_module(const std::string& prefix);
+  void append(const Module& module, OpList& ops) const;
 
   const Form form_;
   std::vector<Module> modules_;

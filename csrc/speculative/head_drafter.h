@@ -10,6 +10,7 @@
 #include "layers/block.h"
 #include "layers/norm.h"
 #include "linear/linear.h"
+#include "pass/replay.h"
 #include "speculative/beam_drafter.h"
 #include "speculative/draft_head.h"
 
@@ -46,6 +47,16 @@ class HeadDrafter : public BeamDrafter {
   Tensor hidden(int num_tokens) const { return hidden_.rows(0, num_tokens); }
   Tensor normed(int num_tokens) const { return normed_.rows(0, num_tokens); }
   Tensor both(int num_tokens) const { return both_.rows(0, num_tokens); }
+  // The same buffers as values of a pass.
+  Value hidden_value(OpList& ops) const { return ops.value("hidden", hidden_); }
+  Value normed_value(OpList& ops) const { return ops.value("normed", normed_); }
+  Value both_value(OpList& ops) const { return ops.value("concat", both_); }
+  // A draft's launches load no weights of the next launch to L2.
+  static CutTarget cut_target(const Context& ctx) {
+    CutTarget target = CutTarget::of(ctx);
+    target.prefetches = false;
+    return target;
+  }
   Tensor left(int num_tokens) const { return half(num_tokens, 0); }
   Tensor right(int num_tokens) const { return half(num_tokens, width()); }
   int64_t width() const { return model().hidden_size; }  // H

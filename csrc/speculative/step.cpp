@@ -75,7 +75,7 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
     keep.accepted_hidden = accepted_.layers;
     keep_accepted(ctx, keep);
   }
-  target_.model.commit(ctx, verify_step(batch), slots_.accepted);
+  target_.model.commit(ctx, verify_step(batch));
 }
 
 // ---- prompts and sequences

@@ -41,8 +41,19 @@ class MemoryBlock : public Block {
   void finish_loading(const Context&) override {}
   std::string norm_name() const override { return prefix_ + "memory_norm"; }
 
-  void forward(const Context&, const Step& step, const Tensor& hidden,
-               const Tensor& x) const override {
+  void append(OpList& ops, const Value& hidden, const Value& x) const override {
+    ops.call(prefix_ + "memory", {hidden, x}, {hidden},
+             [=, this](const Context&, const Step& step, const Rows& rows) {
+               remember(step, rows(hidden), rows(x));
+             });
+  }
+  void append_commit(OpList& ops) const override {
+    ops.call(prefix_ + "memory.commit", {}, {},
+             [this](const Context&, const Step& step, const Rows&) { commit(step); });
+  }
+
+ private:
+  void remember(const Step& step, const Tensor& hidden, const Tensor& x) const {
     const StepTokens& tokens = step.tokens;
     const int64_t h = width();
     std::memcpy(inputs_, x.data(), 4 * tokens.num_tokens * h);
@@ -65,8 +76,9 @@ class MemoryBlock : public Block {
     }
   }
 
-  void commit(const Context&, const Step& step, const Accepted& accepted) const override {
+  void commit(const Step& step) const {
     const StepTokens& tokens = step.tokens;
+    const Accepted& accepted = step.accepted;
     for (int seq = 0; seq < tokens.num_seqs; ++seq) {
       const int slot = tokens.seq_slots[seq];
       const int* path = accepted.paths + slot * accepted.max_path;
@@ -77,7 +89,6 @@ class MemoryBlock : public Block {
     }
   }
 
- private:
   int64_t width() const { return spec_.hidden_size; }
   float* sum_of(const StepTokens& tokens, int slot, int position) const {
     const int page = tokens.page_table[slot * tokens.max_pages + position / kPageSize];

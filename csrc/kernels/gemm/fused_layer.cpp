@@ -41,12 +41,10 @@ void fused_layer_prepare([[maybe_unused]] const Context& ctx,
 #endif
 }
 
-bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary) {
+bool can_follow(const RotaryKvParams& rotary) {
   const int dim = rotary.head_dim;
-  return rotary.qkv.data() == last.y.data() && rotary.tokens.num_tokens == last.y.size(0) &&
-         rotary.layout.is_packed() && rotary_dim_of(rotary) == dim && !last.is_gated() &&
-         last.beta == 0 && rotary.k_scales.empty() && rotary.q_norm.empty() &&
-         rotary.k_norm.empty() && dim >= 64 && kPackedRows % dim == 0;
+  return rotary.layout.is_packed() && rotary_dim_of(rotary) == dim && rotary.k_scales.empty() &&
+         rotary.q_norm.empty() && rotary.k_norm.empty() && dim >= 64 && kPackedRows % dim == 0;
 }
 
 namespace {
@@ -98,7 +96,8 @@ void check_fused_layer(const FusedLayerParams& p) {
         p.attention.tokens.num_tokens, first.x.shape_text());
   if (p.rotary.qkv.empty()) return;
   const FusedGemm& last = p.gemms.back();
-  CHECK(can_follow(last, p.rotary),
+  CHECK(can_follow(p.rotary) && p.rotary.qkv.data() == last.y.data() &&
+            p.rotary.tokens.num_tokens == last.y.size(0) && !last.is_gated() && last.beta == 0,
         "fused_layer: rotary_kv of {} tokens with head_dim {} does not fit after a gemm of y {}",
         p.rotary.tokens.num_tokens, p.rotary.head_dim, last.y.shape_text());
 }

@@ -58,9 +58,21 @@ struct FusedGemm {
   int64_t stored_rows() const { return is_dense() ? w.size(0) : packed.n; }
 };
 
-// Whether rotary_kv may follow a fused layer that ends with `last`: no q/k norm, no fp8 cache,
-// head_dim 64, 128 or 256.
-bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary);
+// W as the kernel reads it: in weight blocks, or in 16 bits.
+struct FusedForm {
+  PackedWeight packed{};
+  Tensor w{};
+  Tensor scratch{};  // of packed_gemm, for the launches one by one
+  Tensor memory{};   // FusedLayerParams::memory
+};
+
+// Whether the kernel reads this layout of weight blocks.
+inline bool fuses(const PackedLayout& layout) {
+  return layout.planes == 1 && layout.codes != Codes::kOther;
+}
+// Whether the kernel can apply rotary_kv: no q/k norm, no fp8 cache, head_dim 64, 128 or 256. Its
+// qkv is y of the last GEMM, which is not gated and has beta = 0.
+bool can_follow(const RotaryKvParams& rotary);
 
 constexpr int kMaxFollowing = 2;
 

@@ -10,7 +10,6 @@
 // arXiv:2503.01840.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
-#include "linear/gemm_queue.h"
 #include "speculative/head_drafter.h"
 
 namespace cpmcu {
@@ -78,10 +77,15 @@ class Eagle3Drafter : public HeadDrafter {
     }
     if (!each_norm_.empty()) rows_ = arena.array<int>(rows_id_);
     alternate_hidden_ = arena.tensor(alternate_id_, dtype, {num_recycled_, width()});
+    pass_.append([&](OpList& ops) { append(ops, hidden_value(ops)); });
+    alternate_pass_.append(
+        [&](OpList& ops) { append(ops, ops.value("alternate_hidden", alternate_hidden_)); });
   }
 
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     HeadDrafter::finish_loading(ctx, target);
+    pass_.cut(cut_target(ctx));
+    alternate_pass_.cut(cut_target(ctx));
     if (each_norm_.empty()) return;
     std::vector<int> rows;
     for (int layer = 0; layer < num_layers(); ++layer) {
@@ -102,6 +106,7 @@ class Eagle3Drafter : public HeadDrafter {
     const int num_tokens = step.tokens.num_tokens;
     const Tensor normed = this->normed(num_tokens);
     Tensor hidden = this->hidden(num_tokens);
+    bool alternates = false;
     if (source == Source::kTarget) {
       Tensor x = given.x;
       if (given.index) {
@@ -111,7 +116,8 @@ class Eagle3Drafter : public HeadDrafter {
       fc_->forward(ctx, step.phase, hidden, norm_inputs(ctx, x), 1, 0);
     } else {
       // The gather permutes rows, so its input and output must be different buffers.
-      if (given.x.data() == hidden.data()) hidden = alternate_hidden_.rows(0, num_tokens);
+      alternates = given.x.data() == hidden.data();
+      if (alternates) hidden = alternate_hidden_.rows(0, num_tokens);
       gather_rows(ctx, {.out = hidden, .x = given.x, .index = given.index});
     }
     embedding(
@@ -124,12 +130,7 @@ class Eagle3Drafter : public HeadDrafter {
     } else {
       hidden_norm_->forward(ctx, right(num_tokens), hidden, 2 * width());
     }
-    GemmQueue gemms(ctx, step.phase);
-    const Context& queued = gemms.context();
-    layer_.attention->forward(queued, step, hidden, both(num_tokens));
-    mlp_norm_->forward(queued, normed, hidden);
-    layer_.mlp->forward(queued, step, hidden, normed);
-    gemms.flush();
+    (alternates ? alternate_pass_ : pass_).replay(ctx, step);
     if (!norm_output_) return hidden;
     final_norm_->forward(ctx, normed, hidden);
     return normed;
@@ -143,6 +144,13 @@ class Eagle3Drafter : public HeadDrafter {
   }
 
  private:
+  void append(OpList& ops, const Value& hidden) const {
+    const Value normed = normed_value(ops);
+    layer_.attention->append(ops, hidden, both_value(ops));
+    mlp_norm_->append(ops, normed, hidden);
+    layer_.mlp->append(ops, hidden, normed);
+  }
+
   int num_layers() const { return static_cast<int>(target_layers_.size()); }
 
   // The input of fc [T, layers * H] from the target's auxiliary hidden states.
@@ -178,6 +186,7 @@ class Eagle3Drafter : public HeadDrafter {
   RmsNorm *embed_norm_, *hidden_norm_, *mlp_norm_, *final_norm_;
   RmsNorm* all_norm_ = nullptr;        // of fc's whole input; may be null
   std::vector<RmsNorm*> each_norm_{};  // of each auxiliary hidden state; may be empty
+  Pass pass_, alternate_pass_;  // the layer, with the residual stream in one buffer or the other
   MemoryPlan::Id gathered_id_ = 0, alternate_id_ = 0, normed_id_ = 0, rows_id_ = 0;
   int64_t num_gathered_ = 0, num_recycled_ = 0;
   Tensor gathered_;          // [T, layers * H]

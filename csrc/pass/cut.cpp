@@ -1,0 +1,303 @@
+#include "pass/cut.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+namespace cpmcu {
+namespace {
+
+class Cutter {
+ public:
+  Cutter(const OpList& list, const CutTarget& target)
+      : ops_(list.ops()),
+        prefetches_(target.prefetches),
+        fuses_(target.fuses_layers && list.phase() == Phase::kDecode) {}
+
+  std::vector<Launch> run() {
+    while (next_ < num_ops()) {
+      const int op = next_++;
+      std::visit([&](const auto& what) { add(op, what); }, ops_[static_cast<size_t>(op)].what);
+    }
+    flush();
+    if (prefetches_) set_following();
+    return std::move(launches_);
+  }
+
+ private:
+  int num_ops() const { return static_cast<int>(ops_.size()); }
+  const Op& op(int place) const { return ops_[static_cast<size_t>(place)]; }
+  template <typename Kind>
+  const Kind& get(int place) const {
+    return std::get<Kind>(op(place).what);
+  }
+
+  // ---- one function for each kind of op; `place`: of the op in the list
+
+  void add(int place, const LinearOp& linear) {
+    const int sum = take_sum(place, linear.y);
+    const Value& y = sum < 0 ? linear.y : get<SumOp>(sum).hidden;
+    const auto weight = fuses_ ? fused_form(linear, y) : std::nullopt;
+    if (!weight) return emit_alone(place, sum);
+    if (!may_join(place, linear, *weight, sum >= 0)) flush();
+    if (norm_ >= 0) stages_.back().norm = std::exchange(norm_, -1);
+    if (stages_.empty()) weight_ = *weight;
+    stages_.push_back({.linear = place, .sum = sum});
+  }
+
+  void add(int place, const SumOp&) {
+    CHECK_STATE(false, "op {} of a pass, {}, adds a value that the op before it does not write",
+                place, op(place).name);
+  }
+
+  void add(int place, const NormOp& norm) {
+    if (combine_ >= 0 && combined() == norm.x) {
+      combine_norm_ = place;
+      return flush();
+    }
+    const bool follows = !stages_.empty() && norm_ < 0 && rotary_ < 0 &&
+                         stages_.size() < kMaxFusedGemms && written(stages_.back()) == norm.x &&
+                         !get<LinearOp>(stages_.back().linear).gated;
+    follows ? static_cast<void>(norm_ = place) : emit_alone(place);
+  }
+
+  void add(int place, const RotaryOp& rotary) {
+    const bool follows = !stages_.empty() && norm_ < 0 && rotary_ < 0 && stages_.back().sum < 0 &&
+                         !get<LinearOp>(stages_.back().linear).gated &&
+                         written(stages_.back()) == rotary.qkv && can_follow(rotary.params);
+    follows ? static_cast<void>(rotary_ = place) : emit_alone(place);
+  }
+
+  void add(int place, const AttentionOp& attention) {
+    emit_alone(place);
+    if (fuses_ && attention.splits) attention_ = static_cast<int>(launches_.size()) - 1;
+  }
+
+  void add(int place, const RouterOp& router) {
+    int norm = -1;
+    if (norm_ >= 0 && get<NormOp>(norm_).out == router.x) norm = std::exchange(norm_, -1);
+    flush();
+    launches_.push_back({.op = place, .ops = present({norm, place}), .norm = norm});
+  }
+
+  void add(int place, const CombineOp& combine) {
+    const int sum = take_sum(place, combine.y);
+    flush();
+    combine_ = place, combine_sum_ = sum;
+    if (!fuses_) flush();
+  }
+
+  void add(int place, const CompressOp& compress) {
+    flush();
+    if (!launches_.empty() && op(place).section == 0) {
+      Launch& last = launches_.back();
+      const CompressOp* before = last.op < 0 ? nullptr : op(last.op).as<CompressOp>();
+      if (before != nullptr && before->accepted == compress.accepted &&
+          alike(before->keys.k_cache, compress.keys.k_cache)) {
+        return last.ops.push_back(place);
+      }
+    }
+    launches_.push_back({.op = place, .ops = {place}});
+  }
+
+  // A copy waits for the launch that writes its source.
+  void add(int place, const LayerInputOp&) {
+    copies_.push_back(place);
+    if (stages_.empty() && combine_ < 0) emit_copies();
+  }
+
+  void add(int place, const CallOp&) { emit_alone(place); }
+
+  // ---- parts
+
+  // The sum after the op at `place`, if it adds y.
+  int take_sum(int place, const Value& y) {
+    const SumOp* sum = next_ < num_ops() ? op(next_).as<SumOp>() : nullptr;
+    const bool is_part = sum != nullptr && sum->y == y;
+    CHECK_STATE(is_part || !y.buffer.empty(),
+                "no sum follows op {} of a pass, {}, whose result has no memory", place,
+                op(place).name);
+    return is_part ? next_++ : -1;
+  }
+
+  // The value that a stage writes.
+  const Value& written(const FusedStage& stage) const {
+    return stage.sum < 0 ? get<LinearOp>(stage.linear).y : get<SumOp>(stage.sum).hidden;
+  }
+  const Value& combined() const {
+    return combine_sum_ < 0 ? get<CombineOp>(combine_).y : get<SumOp>(combine_sum_).hidden;
+  }
+
+  static bool alike(const Tensor& a, const Tensor& b) {
+    return a.dtype() == b.dtype() && a.shape_text() == b.shape_text();
+  }
+
+  // The weights of an op that writes y, if the fused layer kernel can read them.
+  static std::optional<FusedForm> fused_form(const LinearOp& linear, const Value& y) {
+    auto weight = linear.method->fused_form();
+    if (!weight || y.buffer.dtype() != linear.x.buffer.dtype()) return {};
+    const bool fits = weight->w.empty() ? fuses(weight->packed.layout)
+                                        : !linear.gated || weight->w.size(0) % 16 == 0;
+    return fits ? weight : std::nullopt;
+  }
+
+  // Whether a linear op can be the next stage of what is collected. `adds`: it has a sum.
+  bool may_join(int place, const LinearOp& linear, const FusedForm& weight, bool adds) const {
+    if (combine_ >= 0 || rotary_ >= 0) return false;
+    if (norm_ >= 0) {
+      // The kernel does not write the rows of a norm.
+      const Value& normed = get<NormOp>(norm_).out;
+      if (normed != linear.x || is_read_after(place, normed)) return false;
+    }
+    if (stages_.empty()) {
+      return attention_ < 0 || attended() == linear.x;
+    }
+    const bool same_form =
+        weight.w.empty() == weight_.w.empty() &&
+        weight.packed.layout.unpacks_like(weight_.packed.layout) &&
+        linear.x.buffer.dtype() == get<LinearOp>(stages_.front().linear).x.buffer.dtype();
+    // A copy reads the residual stream before the sum changes it.
+    return same_form && op(place).section == op(stages_.front().linear).section &&
+           stages_.size() < kMaxFusedGemms && !(adds && !copies_.empty());
+  }
+
+  const Value& attended() const {
+    return get<AttentionOp>(launches_[static_cast<size_t>(attention_)].op).out;
+  }
+
+  static std::vector<int> present(std::initializer_list<int> places) {
+    std::vector<int> all;
+    for (const int place : places) {
+      if (place >= 0) all.push_back(place);
+    }
+    return all;
+  }
+
+  bool is_read_after(int place, const Value& value) const {
+    for (int i = place + 1; i < num_ops(); ++i) {
+      if (op(i).reads(value)) return true;
+      if (op(i).writes(value)) return false;
+    }
+    return false;
+  }
+
+  // ---- launches
+
+  void emit_alone(int place, int sum = -1) {
+    flush();
+    launches_.push_back({.op = place, .ops = present({place, sum}), .sum = sum});
+  }
+
+  void emit_copies() {
+    for (const int place : std::exchange(copies_, {})) {
+      if (get<LayerInputOp>(place).copy) launches_.push_back({.op = place, .ops = {place}});
+    }
+  }
+
+  // Launches what is collected.
+  void flush() {
+    if (combine_ >= 0) {
+      Launch launch{.op = std::exchange(combine_, -1),
+                    .sum = std::exchange(combine_sum_, -1),
+                    .norm = std::exchange(combine_norm_, -1)};
+      launch.ops = present({launch.op, launch.sum, launch.norm});
+      launches_.push_back(std::move(launch));
+    } else if (!stages_.empty()) {
+      emit_stages();
+      if (norm_ >= 0) launches_.push_back({.op = norm_, .ops = {norm_}});
+      norm_ = -1;
+    }
+    attention_ = -1;
+    emit_copies();
+  }
+
+  void emit_stages() {
+    Launch launch{.stages = std::exchange(stages_, {}), .rotary = std::exchange(rotary_, -1)};
+    const FusedStage& first = launch.stages.front();
+    const int number = static_cast<int>(launches_.size());
+    for (const FusedStage& stage : launch.stages) {
+      const auto weight = get<LinearOp>(stage.linear).method->fused_form();
+      if (weight->w.empty()) packed_.push_back({number, weight->packed});
+    }
+    // packed_gemm is faster, and adds in another order. So the rows of a step do not choose it.
+    if (launch.stages.size() == 1 && weight_.w.empty() && launch.rotary < 0) {
+      launches_.push_back(
+          {.op = first.linear, .ops = present({first.linear, first.sum}), .sum = first.sum});
+      return;
+    }
+    if (attention_ >= 0) {
+      Launch& attention = launches_[static_cast<size_t>(attention_)];
+      attention.leaves_combine = true;
+      launch.attention = attention.op;
+    }
+    launch.ops = present({launch.attention});
+    for (const FusedStage& stage : launch.stages) {
+      for (const int place : present({stage.linear, stage.sum, stage.norm})) {
+        launch.ops.push_back(place);
+      }
+    }
+    if (launch.rotary >= 0) launch.ops.push_back(launch.rotary);
+    launches_.push_back(std::move(launch));
+  }
+
+  void set_following() {
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      for (const auto& [number, weight] : packed_) {
+        std::vector<PackedWeight>& following = launches_[i].following;
+        const bool is_later = static_cast<size_t>(number) > i;
+        if (launches_[i].stages.empty() || following.size() == kMaxFollowing) break;
+        if (is_later) following.push_back(weight);
+      }
+    }
+  }
+
+  const std::vector<Op>& ops_;
+  const bool prefetches_, fuses_;
+  int next_ = 0;  // place of the next op
+  std::vector<Launch> launches_;
+  std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order
+
+  // What is collected and not launched: a combine, or stages. -1: none.
+  int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
+  std::vector<FusedStage> stages_;
+  FusedForm weight_;         // of the first stage
+  int norm_ = -1;            // after the last stage
+  int rotary_ = -1;          // after the last stage
+  int attention_ = -1;       // the launch before the first stage, whose splits are not combined
+  std::vector<int> copies_;  // after the launch
+};
+
+constexpr std::array kKinds{"linear", "sum",     "norm",     "rotary_kv", "attention",
+                            "router", "combine", "compress", "copy",      "call"};
+static_assert(kKinds.size() == std::variant_size_v<decltype(Op::what)>);
+
+}  // namespace
+
+std::vector<Launch> cut(const OpList& list, const CutTarget& target) {
+  return Cutter(list, target).run();
+}
+
+std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target) {
+  std::vector<LaunchRow> rows;
+  for (const Launch& launch : cut(list, target)) {
+    const auto at = [&](int place) -> const Op& { return list.ops()[static_cast<size_t>(place)]; };
+    const bool fused = !launch.stages.empty();
+    const Op& main = at(fused ? launch.stages.front().linear : launch.op);
+    LaunchRow row{.layer = main.layer,
+                  .kind = fused ? "fused layer" : kKinds[main.what.index()],
+                  .parts = {},
+                  .weight_bytes = 0};
+    for (const int place : launch.ops) {
+      const bool is_rest = fused && place == launch.attention;
+      row.parts.push_back(is_rest                 ? "combine splits"
+                          : launch.leaves_combine ? at(place).name + " (splits)"
+                                                  : at(place).name);
+      row.weight_bytes += is_rest ? 0 : at(place).weight_bytes;
+    }
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace cpmcu

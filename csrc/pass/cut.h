@@ -1,0 +1,68 @@
+// Cuts an op list into launches: the only place that decides which ops are fused.
+//
+// A decode pass on a device that runs the fused layer kernel (kernels/gemm/fused_layer.h):
+//
+//   launch          ops
+//   fused layer     up to four linear ops that follow one another and have one form of weights; a
+//                   norm between two of them; the rest of the attention that the first one reads;
+//                   rotary_kv of what the last one writes
+//   router          with the norm before it, if that follows a linear op
+//   sum of experts  with the norm after it
+//
+// Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Two
+// rules hold everywhere: a sum is part of the op before it, and compressed keys of layers with
+// equal shapes are one launch if no other op lies between.
+//
+// The choice depends on the ops and the target, never on the rows of a step.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/gemm/fused_layer.h"
+#include "pass/op_list.h"
+
+namespace cpmcu {
+
+// What the launches are cut for.
+struct CutTarget {
+  bool fuses_layers = false;  // the fused layer kernel runs
+  bool prefetches = true;     // a fused layer may load weights of the next launch to L2
+
+  // Of the device that runs the pass.
+  static CutTarget of(const Context& ctx) { return {.fuses_layers = fused_layer_runs(ctx)}; }
+  // Of compute capability 10 * major + minor; 0: the CPU.
+  static CutTarget of_capability(int capability) { return {.fuses_layers = capability == 90}; }
+};
+
+// A linear op of a fused layer, with the sum and the norm after it.
+struct FusedStage {
+  int linear = -1, sum = -1, norm = -1;
+};
+
+// Numbers are places in the list; -1: none.
+struct Launch {
+  int op = -1;                  // not fused: the op that runs
+  std::vector<int> ops;         // all ops of the launch, in order
+  int sum = -1, norm = -1;      // parts of `op`
+  bool leaves_combine = false;  // attention: the next fused layer combines the splits
+
+  std::vector<FusedStage> stages{};       // of a fused layer; empty: not fused
+  int attention = -1;                     // before the first stage
+  int rotary = -1;                        // after the last stage
+  std::vector<PackedWeight> following{};  // as in FusedLayerParams
+};
+
+std::vector<Launch> cut(const OpList& list, const CutTarget& target);
+
+// A launch as `cpmcu plan --launches` prints it.
+struct LaunchRow {
+  int layer;                       // of the first op; -1: before the first layer
+  std::string kind;                // "fused layer", "linear", "norm", …, "call"
+  std::vector<std::string> parts;  // names of the ops
+  int64_t weight_bytes;            // read for one token; 0: none, or unknown
+};
+
+std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target);
+
+}  // namespace cpmcu

@@ -1,0 +1,122 @@
+// The ops of a pass. An op names the values that it reads and writes, and holds what is fixed once
+// the model is loaded. Rows, positions and lengths come with each step (replay.h).
+//
+// What may be fused with other ops has a type of its own here; everything else is a CallOp.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "core/context.h"
+#include "kernels/attention/attention.h"
+#include "kernels/attention/sparse.h"
+#include "kernels/layer/rms_norm.h"
+#include "kernels/layer/rotary_kv.h"
+#include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
+#include "kernels/step/step.h"
+#include "linear/linear.h"
+
+namespace cpmcu {
+
+// A buffer of a pass. Equal ids are the same memory (OpList::value).
+struct Value {
+  int id = -1;
+  Tensor buffer{};        // rows for the largest step; empty: the value has no memory (SumOp)
+  bool of_group = false;  // holds the rows of one group (OpList::begin_groups)
+
+  bool operator==(const Value& other) const { return id == other.id; }
+};
+
+// The rows [first, first + count) of a step that an op runs on.
+struct Rows {
+  int64_t first = 0, count = 0;
+
+  Tensor operator()(const Value& value) const {
+    return value.buffer.rows(value.of_group ? 0 : first, count);
+  }
+};
+
+using RunOp = std::function<void(const Context&, const Step&, const Rows&)>;
+
+// y = alpha * method(x), or silu(gate) * up of a gated method.
+struct LinearOp {
+  const LinearMethod* method;
+  Value y, x;
+  float alpha = 1;
+  bool gated = false;
+  Value gate_up{};  // scratch if gated
+};
+
+// hidden += y. It is part of the launch of the op before it, which writes y. So y has no memory.
+struct SumOp {
+  Value hidden, y;
+};
+
+struct NormOp {
+  Value out, x;
+  RmsNormParams params;  // without out and x
+};
+
+struct RotaryOp {
+  Value qkv;
+  RotaryKvParams params;  // without qkv; of tokens only the page table
+};
+
+struct AttentionOp {
+  Value out, qkv;
+  // Returns the parameters of attention_combine if that is still to be launched, else no `out`.
+  std::function<AttentionParams(const Context&, const Step&, const Rows&)> begin;
+  bool splits = true;  // false: `begin` never leaves attention_combine
+};
+
+struct RouterOp {
+  Value x;
+  MoeRouterParams params;  // logits of the largest group; without x and norm
+};
+
+// y += the weighted sum of the experts' results.
+struct CombineOp {
+  Value y;
+  MoeCombineParams params;  // y, shared and shared_gate of the largest group; without hidden, norm
+};
+
+struct CompressOp {
+  LayerKeys keys;
+  bool accepted = false;  // the accepted tokens of a decode step, not all tokens of a prompt
+};
+
+// The residual stream enters a layer. `copy` keeps it for a drafter; empty: nobody needs it. Ops
+// are fused alike with and without a copy.
+struct LayerInputOp {
+  Value hidden;
+  RunOp copy;
+};
+
+// Any function. It is a launch of its own, or several.
+struct CallOp {
+  std::vector<Value> reads, writes;
+  RunOp run;
+};
+
+struct Op {
+  std::string name;          // within its layer: "self_attn.o_proj"
+  int layer = -1;            // -1: before the first layer
+  int section = 0;           // of groups (OpList::begin_groups); 0: none
+  int64_t group_rows = 0;    // of that section
+  int64_t weight_bytes = 0;  // read for one token; 0: unknown or none
+  std::variant<LinearOp, SumOp, NormOp, RotaryOp, AttentionOp, RouterOp, CombineOp, CompressOp,
+               LayerInputOp, CallOp>
+      what;
+
+  template <typename Kind>
+  const Kind* as() const {
+    return std::get_if<Kind>(&what);
+  }
+  bool reads(const Value& value) const;
+  bool writes(const Value& value) const;
+};
+
+}  // namespace cpmcu
