@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "core/plugin.h"
+#include "engine/bind_launches.h"
 #include "engine/bind_memory.h"
 #include "engine/engine.h"
 #include "engine/logprobs.h"
@@ -220,7 +221,6 @@ py::bytes token_bytes(const IdList& list) {
   return {reinterpret_cast<const char*>(ids.data()), sizeof(int) * ids.size()};
 }
 
-using EngineClass = py::class_<Engine>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_loading(EngineClass& engine) {
@@ -542,6 +542,7 @@ void bind_engine(py::module_& m) {
 
                   MemoryError as of the constructor.)");
   bind_loading(engine);
+  bind_launches(engine);
   bind_sequences(engine);
   bind_host_blocks(m);
   bind_pages(m, engine);

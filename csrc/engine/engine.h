@@ -128,6 +128,11 @@ class Engine {
   std::vector<DraftShape> draft_shapes() const { return step_.shapes(); }
   int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
+  // The launches of a pass of the target on this device, or on one of `capability` (CutTarget).
+  std::vector<LaunchRow> launches(Phase phase, std::optional<int> capability = {}) const;
+  // For tests: cuts the target's pass for a device of `capability`. On the CPU a fused layer runs op
+  // by op.
+  void cut_for(int capability) { model_.cut(CutTarget::of_capability(capability)); }
 
  private:
   struct Slot {

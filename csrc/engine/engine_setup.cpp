@@ -219,6 +219,11 @@ void Engine::finish_loading() {
   ready_ = true;
 }
 
+std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability) const {
+  return model_.launches(
+      phase, capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_));
+}
+
 std::map<std::string, int64_t> Engine::counters() const {
   const DeviceCounters device = device_counters();
   return {{"steps", static_cast<int64_t>(num_steps_)},   {"allocations", device.allocations},

@@ -290,9 +290,11 @@ std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target) 
                   .weight_bytes = 0};
     for (const int place : launch.ops) {
       const bool is_rest = fused && place == launch.attention;
+      const std::string name = at(place).layer == main.layer ? at(place).name
+                                                              : "next " + at(place).name;
       row.parts.push_back(is_rest                 ? "combine splits"
-                          : launch.leaves_combine ? at(place).name + " (splits)"
-                                                  : at(place).name);
+                          : launch.leaves_combine ? name + " (splits)"
+                                                  : name);
       row.weight_bytes += is_rest ? 0 : at(place).weight_bytes;
     }
     rows.push_back(std::move(row));

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-ORDER = ["core", "kernels", "linear", "state", "layers", "model", "speculative", "engine"]
+ORDER = ["core", "kernels", "linear", "state", "pass", "layers", "model", "speculative", "engine"]
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 TYPE = r"\b(?:class|struct|enum class|enum|union)\s+(?:alignas\([^()]*\)\s*)?(\w+)"
