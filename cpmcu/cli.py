@@ -51,7 +51,7 @@ _PROMPT = {"PROMPT": "same as --prompt-text"}
 VERBS = {
     "run": Verb("Completes or answers a prompt.", {**MODEL_WORD, **_PROMPT}),
     "chat": Verb("Holds a conversation, which PROMPT begins.", {**MODEL_WORD, **_PROMPT}, "chat"),
-    "plan": Verb("Prints the use of device memory by group.", MODEL_WORD, "memory_plan"),
+    "plan": Verb("Prints the use of device memory, or launches.", MODEL_WORD, "memory_plan"),
     "env": Verb("Prints versions, build and devices, for a bug report.", {}, "env"),
     "list": Verb("Prints registered models, schemes and C++ parts.", {}, "list_registered"),
 }
@@ -119,11 +119,13 @@ def make_parser(verb: str | None = None) -> FlagParser:
         parser.briefs["prompt_file"] = "UTF-8 file with the first message"
     if verb == "plan":
         parser.briefs["full"] = "show every buffer, not only large buffers"
+        parser.briefs["launches"] = "show the launches of a pass, not memory"
+        parser.briefs["architecture"] = "with --launches: cpu, sm_80, sm_90 and so on"
         parser.hide("prompt_text", "prompt_file", "system_prompt", "use_chat_template")
         parser.hide("use_stream", "stats")
         parser.hide(*(field.name for field in dataclasses.fields(SamplingParams)))
     elif verb is not None:
-        parser.hide("full")
+        parser.hide("full", "launches", "architecture")
     return parser
 
 
@@ -193,7 +195,7 @@ def _run(
         display.table(("kind", "name", "file"), registered())
         return 0
     if options.memory_plan:
-        _show_plan(display, config, full=options.full)
+        _show_plan(display, config, options)
         return 0
     if sys.stdin is None and (options.chat or options.prompt_file == "-"):
         raise OSError("stdin is closed, but the input comes from there")
@@ -356,14 +358,23 @@ def _system_turn(options: CliOptions) -> list[dict[str, str]]:
     return [{"role": "system", "content": options.system_prompt}]
 
 
-def _show_plan(display: Display, config: EngineConfig, *, full: bool) -> None:
+def _show_plan(display: Display, config: EngineConfig, options: CliOptions) -> None:
     from cpmcu import C  # loads the engine
     from cpmcu.loading.loader import load_model
-    from cpmcu.ui.plan import COLUMNS, plan_rows
+    from cpmcu.ui import launches, plan
 
     model = str(shipped_model()) if config.model is None else config.model
     engine = load_model(model, config=config, reads_weights=False).engine
-    display.table(COLUMNS, plan_rows(engine.memory_plan(), full=full))
+    if options.launches:
+        name = options.architecture
+        capability = None if name is None else launches.capability_of(name)
+        passes = {
+            "decode": engine.launches(capability=capability),
+            "prefill": engine.launches(prefill=True, capability=capability),
+        }
+        display.table(launches.COLUMNS, launches.launch_rows(passes))
+        return
+    display.table(plan.COLUMNS, plan.plan_rows(engine.memory_plan(), full=options.full))
     length = min(engine.max_model_len, engine.num_pages * C.PAGE_SIZE)
     display.note(f"a sequence can have {length} tokens, prompt and output together")
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from cpmcu.config import option
+from cpmcu.ui.launches import capability_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,17 @@ class CliOptions:
         brief="print the use of device memory, and exit",
     )
     full: bool = option(False, "with --memory-plan: every buffer")
+    launches: bool = option(
+        False,
+        "with --memory-plan: instead of memory, print the launches of a pass, what is fused in "
+        "each, and the weights that it reads for one token; layers with the same launches are "
+        "shown once",
+    )
+    architecture: str | None = option(
+        None,
+        "with --launches: cpu, sm_80, sm_90 and so on (default: the device's)",
+        metavar="ARCH",
+    )
     list_registered: bool = option(
         False,
         "print the registered models, schemes and C++ parts, and exit",
@@ -96,6 +108,12 @@ class CliOptions:
             raise ValueError("--output is given without --batch, expected both")
         if self.full and not self.memory_plan:
             raise ValueError("--full is given without --memory-plan, expected both")
+        if self.launches and not self.memory_plan:
+            raise ValueError("--launches is given without --memory-plan, expected both")
+        if self.architecture is not None:
+            if not self.launches:
+                raise ValueError("--architecture is given without --launches, expected both")
+            capability_of(self.architecture)  # raises
         for flag, given in (("--json", self.json), ("--batch", self.batch is not None)):
             if given and self.chat:
                 raise ValueError(f"{flag} is given with --chat, expected one of them")

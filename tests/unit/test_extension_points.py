@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -56,6 +56,9 @@ from tests.engine.prefix import Job, running
 from tests.reference.engines import prompt_logits
 from tests.reference.tiny_checkpoints import random_weights, tiny_config
 from tests.unit.plugins import VOCAB, load_plugin, write_model
+
+if TYPE_CHECKING:
+    from cpmcu import C
 
 ROOT = Path(__file__).parents[2]
 
@@ -414,6 +417,46 @@ def test_a_prefix_with_state_of_its_own(
             found = job.request.cached_tokens
             assert found is not None and (number == 0 or found > 0 or length < 128), number
         assert cache.counters.hits > 1000
+
+
+@register_model("ScaledForCausalLM")
+def build_scaled(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
+    """A Llama with a scale between the GEMMs of the second layer's MLP."""
+    fields = read_spec(config, options)
+    plain, scaled = (("attention", {}), ("mlp", {})), (("attention", {}), ("scaled_mlp", {}))
+    return replace(fields, layers=(plain, scaled))
+
+
+def test_an_op_between_two_gemms(tmp_path: Path) -> None:
+    """It ends the fused launch, and the plan shows it. The text is that of scaled weights."""
+    load_plugin("scaled_mlp", tmp_path)
+    config = tiny_config("llama", vocab_size=VOCAB, head_dim=64)
+    weights = random_weights(config)
+    scale = np.random.default_rng(3).uniform(0.5, 2, config["intermediate_size"])
+    scaled = weights | {"model.layers.1.mlp.scale": scale.astype(np.float32)}
+    scaled_config = config | {"architectures": ["ScaledForCausalLM"]}
+    engine = make_engine(write_model(tmp_path / "scaled", scaled_config, scaled))
+    weights["model.layers.1.mlp.down_proj.weight"] *= scale.astype(np.float32)
+    plain = make_engine(write_model(tmp_path / "plain", config, weights))
+
+    def launches(of: C.Engine) -> list[tuple[str, str]]:
+        found = of.launches(capability=90)
+        return [(row["kind"], ", ".join(row["ops"])) for row in found if row["layer"] == 1]
+
+    before = "combine splits, self_attn.o_proj, sum, post_attention_layernorm, mlp.gate_up_proj"
+    assert launches(plain)[1:] == [("fused layer", f"{before}, mlp.down_proj, sum")]
+    assert launches(engine)[1:] == [
+        ("fused layer", before),
+        ("call", "mlp.scale"),
+        ("fused layer", "mlp.down_proj, sum"),
+    ]
+    ids = random_ids(70, VOCAB)
+    np.testing.assert_allclose(
+        prompt_logits(engine, ids), prompt_logits(plain, ids), rtol=1e-4, atol=1e-4
+    )
+    expected = generate(engine, ids, 40)
+    engine.cut_for(90)  # the CPU runs the fused launches op by op
+    assert generate(engine, ids, 40) == expected
 
 
 def test_a_model_pays_only_for_the_state_of_its_blocks(mixed_model: Path) -> None:
