@@ -26,8 +26,7 @@ std::vector<LaunchDict> launches(const Engine& engine, bool prefill,
 
 void bind_launches(EngineClass& engine) {
   engine
-      .def("launches", &launches, py::arg("prefill") = false,
-           py::arg("capability") = py::none(),
+      .def("launches", &launches, py::arg("prefill") = false, py::arg("capability") = py::none(),
            R"({layer, kind, ops, bytes} of each launch of a pass of the target.
 
            layer: of the first op, -1: before the first layer. ops: names; "next " precedes those of

@@ -290,8 +290,8 @@ std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target) 
                   .weight_bytes = 0};
     for (const int place : launch.ops) {
       const bool is_rest = fused && place == launch.attention;
-      const std::string name = at(place).layer == main.layer ? at(place).name
-                                                              : "next " + at(place).name;
+      const std::string name =
+          at(place).layer == main.layer ? at(place).name : "next " + at(place).name;
       row.parts.push_back(is_rest                 ? "combine splits"
                           : launch.leaves_combine ? name + " (splits)"
                                                   : name);

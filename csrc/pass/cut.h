@@ -43,7 +43,7 @@ struct FusedStage {
 // Numbers are places in the list; -1: none.
 struct Launch {
   int op = -1;                  // not fused: the op that runs
-  std::vector<int> ops;         // all ops of the launch, in order
+  std::vector<int> ops{};       // all ops of the launch, in order
   int sum = -1, norm = -1;      // parts of `op`
   bool leaves_combine = false;  // attention: the next fused layer combines the splits
 
