@@ -130,8 +130,8 @@ class Engine {
   std::map<std::string, int64_t> counters() const;
   // The launches of a pass of the target on this device, or on one of `capability` (CutTarget).
   std::vector<LaunchRow> launches(Phase phase, std::optional<int> capability = {}) const;
-  // For tests: cuts the target's pass for a device of `capability`. On the CPU a fused layer runs op
-  // by op.
+  // For tests: cuts the target's pass for a device of `capability`. On the CPU a fused layer runs
+  // op by op.
   void cut_for(int capability) { model_.cut(CutTarget::of_capability(capability)); }
 
  private:

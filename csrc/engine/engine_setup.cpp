@@ -220,8 +220,8 @@ void Engine::finish_loading() {
 }
 
 std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability) const {
-  return model_.launches(
-      phase, capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_));
+  return model_.launches(phase,
+                         capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_));
 }
 
 std::map<std::string, int64_t> Engine::counters() const {

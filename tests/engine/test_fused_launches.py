@@ -52,4 +52,3 @@ def test_sparse_attention_combines_its_own_splits(tmp_path: Path) -> None:
     ids = random_ids(400, VOCAB)
     expected = generate(engine, ids, 20)
     assert generate(fused(engine), ids, 20) == expected
-

@@ -24,8 +24,8 @@ class ScaledMlpBlock : public Block {
                       {.parts = {{mlp_ + "gate_proj", width()}, {mlp_ + "up_proj", width()}},
                        .in_features = spec_.hidden_size,
                        .gated = true});
-    down_ = linear("down_proj", {.parts = {{mlp_ + "down_proj", spec_.hidden_size}},
-                                 .in_features = width()});
+    down_ = linear("down_proj",
+                   {.parts = {{mlp_ + "down_proj", spec_.hidden_size}}, .in_features = width()});
   }
 
   void plan(MemoryPlan& plan, ModelState&, const StepLimits& limits) override {
