@@ -63,3 +63,75 @@ def test_the_launches_of_each_kind_of_layer(name: str, tmp_path: Path) -> None:
     """They are those of launches/<name>.txt."""
     expected = (LAUNCHES / f"{name}.txt").read_text()
     assert text_of(engine_of(name, tmp_path / name)) == expected
+
+
+def launches_of(engine: Any, architecture: str) -> dict[str, int]:
+    """The ops of each launch of layer 0 of a decode pass -> bytes."""
+    found = engine.launches(capability=capability_of(architecture))
+    return {", ".join(row["ops"]): row["bytes"] for row in found if row["layer"] == 0}
+
+
+def test_the_bytes_of_a_launch_are_those_of_its_weights(tmp_path: Path) -> None:
+    engine = engine_of("dense", tmp_path)
+    qkv, o, gate_up, down, norm = (4 * n for n in (512 * 64, 64 * 256, 192 * 64, 64 * 96, 64))
+    assert launches_of(engine, "sm_80") == {
+        "input_layernorm": norm,
+        "self_attn.qkv_proj": qkv,
+        "self_attn.rotary_kv": 0,
+        "self_attn.attention": 0,
+        "self_attn.o_proj, sum": o,
+        "post_attention_layernorm": norm,
+        "mlp.gate_up_proj": gate_up,
+        "mlp.down_proj, sum": down,
+    }
+    fused = list(launches_of(engine, "sm_90").values())
+    assert fused == [norm, qkv, 0, o + norm + gate_up + down + norm + qkv]
+
+
+def test_only_the_chosen_experts_are_read(tmp_path: Path) -> None:
+    found = launches_of(engine_of("experts", tmp_path), "sm_90")
+    assert found["mlp.experts"] == 2 * 3 * 40 * 64 * 4  # 2 of 6; gate, up and down
+    assert found["post_attention_layernorm, mlp.gate"] == 4 * 64 + 4 * 6 * 64
+
+
+def test_packed_weights_are_whole_blocks(tmp_path: Path) -> None:
+    found = launches_of(engine_of("packed", tmp_path), "sm_80")
+    block = 256 * 128 // 2 + 256 * 2
+    blocks_of_qkv = 2 * 2  # 512 rows, 256 inputs
+    assert block * blocks_of_qkv <= found["self_attn.qkv_proj"] < 1.05 * block * blocks_of_qkv
+
+
+def test_the_table_shows_each_kind_of_layer_once() -> None:
+    def launch(layer: int, ops: list[str], size: int) -> dict[str, Any]:
+        return {"layer": layer, "kind": "linear", "ops": ops, "bytes": size}
+
+    def layers(numbers: list[int], name: str) -> list[dict[str, Any]]:
+        return [launch(number, [name, "sum"], 3 << 20) for number in numbers]
+
+    launches = [
+        launch(-1, ["embed"], 0),
+        *layers([0, 2, 4, 6, 8, 10], "even"),
+        *layers([1, 3], "odd"),
+        *layers([20, 21, 22], "last"),
+        *layers([30], "one"),
+    ]
+    assert launch_rows({"decode": launches}) == [
+        ("decode", "start", "linear", "embed", "-"),
+        ("decode", "0, 2, 4, ... 10 (6)", "linear", "even, sum", "3.00"),
+        ("decode", "1, 3", "linear", "odd, sum", "3.00"),
+        ("decode", "20-22", "linear", "last, sum", "3.00"),
+        ("decode", "30", "linear", "one, sum", "3.00"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("cpu", 0), ("sm_80", 80), ("sm_90a", 90), ("sm_120", 120)]
+)
+def test_names_of_architectures(name: str, capability: int) -> None:
+    assert capability_of(name) == capability
+
+
+@pytest.mark.parametrize("name", ["", "90", "sm_9", "hopper", "sm_90b"])
+def test_other_names_of_architectures_are_errors(name: str) -> None:
+    with pytest.raises(ValueError, match="expected cpu, or sm_90 and the like"):
+        capability_of(name)
