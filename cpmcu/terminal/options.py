@@ -84,11 +84,13 @@ class CliOptions:
         "with --memory-plan: instead of memory, print the launches of a pass, what is fused in "
         "each, and the weights that it reads for one token; layers with the same launches are "
         "shown once",
+        brief="",
     )
     architecture: str | None = option(
         None,
         "with --launches: cpu, sm_80, sm_90 and so on (default: the device's)",
         metavar="ARCH",
+        brief="",
     )
     list_registered: bool = option(
         False,
