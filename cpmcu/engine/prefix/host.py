@@ -35,7 +35,8 @@ class HostMemory:
         self._free: list[int] = []
         self._num_blocks = 0
         self._grower: threading.Thread | None = None
-        self._in_threads = engine.launch_ahead > 1  # on a CPU, a segment takes no time
+        # launch_ahead is 1 on a CPU, where no memory is page-locked and a segment takes no time.
+        self._in_threads = engine.launch_ahead > 1
 
     def tier(self, limit_bytes: int, owner: str) -> HostTier:
         """A tier of up to `limit_bytes`, before the first block is taken.

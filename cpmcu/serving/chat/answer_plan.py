@@ -129,7 +129,7 @@ def _limit(
     *,
     begun: bool,
 ) -> ThinkingLimit | None:
-    """Returns the limit that `thinking_token_budget` leaves behind the reasoning of the prompt."""
+    """Returns `thinking_token_budget` less the reasoning tokens of the prompt; None: no limit."""
     budget = body.thinking_token_budget
     if budget is None or budget < 0:
         return None

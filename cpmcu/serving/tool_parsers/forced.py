@@ -73,7 +73,7 @@ class ForcedCalls(JsonCallParser):
         elif (yield from self.peek()) == "{":
             if (yield from self.json_rest(self.arguments, None)):
                 yield from self.literal("}")
-        else:  # the schema allows other values than objects
+        else:  # another value than an object
             pieces: list[str] = []
             whole = yield from self.json_rest(pieces.append, None, depth=1)
             self.arguments("".join(pieces)[: -1 if whole else None])

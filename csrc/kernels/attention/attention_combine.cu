@@ -87,7 +87,7 @@ struct CombineConfig {
   using Element = T;
   static constexpr bool kSinks = kSinks_;
   static constexpr int kDim = kDim_;
-  static constexpr int kParts = kParts_;  // more than 1 if tokens are too few to fill all SMs
+  static constexpr int kParts = kParts_;  // CTAs of a token and query head
   static constexpr int kColumns = kDim / 4 / kParts;
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kThreads / kColumns;

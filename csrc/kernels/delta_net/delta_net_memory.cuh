@@ -12,7 +12,7 @@ constexpr int kPendingWidth = kRawWidth + 8;
 // Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait for nothing
 // else of each other. One can be two stages ahead of another, so it never overwrites what is read.
 constexpr int kExchanges = 4;
-constexpr int kExchangeOfKeys = 1;  // in a decode step, whose squares are exchange 0
+constexpr int kExchangeOfKeys = 1;  // in a decode step; sums of squares have exchange 0
 
 // Rows of shared memory.
 struct Capacity {
