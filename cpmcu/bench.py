@@ -1,17 +1,24 @@
 """`cpmcu bench`, `python -m cpmcu.bench`: speed of loading, prefill and decoding.
 
-The floor of a decode step is its bytes divided by the read bandwidth measured in the same run. Its
-bytes are the weights without the embedding table, the keys and values of the context, and twice the
-states of gated delta nets, which are read and written; of a layer's experts, those of one token
-count. Prompts are random tokens. Times are medians of windows of steps with launches ahead, after a
-warm-up.
+The floor of a decode step is the bytes that it must move, divided by the read bandwidth measured in
+the same run. The bytes that count:
+
+| data | counted |
+|---|---|
+| weights | all but the embedding table and the experts that the token does not use |
+| keys and values | those of the context that attention reads |
+| states of gated delta nets | twice: they are read and written |
+
+Prompts are random tokens. The time of a step is the median of several windows of steps. The windows
+follow a warm-up, and steps are launched ahead in them.
 
 If there is a draft, the model is loaded a second time, with the draft. A speculative step drafts,
 verifies and accepts. Its time depends on the tree's shape, not on the accepted tokens. Tokens/s is
-therefore (mean accept length) / (time of a step); whole requests check it. If each step chooses its
-shape (no shape is given, or --spec-auto yes), a third load measures requests of that kind.
+therefore (mean accept length) / (time of a step). Whole requests check this figure. If each step
+chooses its shape (no shape is given, or --spec-auto yes), the model is loaded a third time to
+measure such requests.
 
-The prefix cache is off, so that no prompt is found in it.
+The prefix cache is off: each prompt is computed.
 
 --needle measures no speed. It asks for numbers in long texts, with sparse and with dense attention
 (`cpmcu/benchmarks/needle.py`).

@@ -109,7 +109,8 @@ class ChatTemplate:
         filled = [_filled(message) for message in plain]
         if filled == plain:
             return _rendered(template, plain, given)
-        # transformers passes null on, and some templates ask for it. Others fail or write "None".
+        # Some templates test for null, so it is passed on, as in transformers. Others fail or write
+        # "None".
         try:
             text = _rendered(template, plain, given)
         except ChatTemplateError:
@@ -120,7 +121,7 @@ class ChatTemplate:
         return text
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """The message for the template: parts as they are if it takes them, else their text."""
+        """The message for the template. Parts become text unless the template takes parts."""
         found = joined(message)
         parts = message.get("content")
         if isinstance(parts, list) and self.takes_parts(found["role"]):
@@ -145,7 +146,7 @@ class ChatTemplate:
         return "cpmcu-mark" in self._probe(_ASKED, _ANSWERED, later, _ASKED)
 
     def _probe(self, *messages: dict[str, Any]) -> str:
-        """The prompt of a conversation, with a question if it has none; "" if it is refused."""
+        """The prompt of a conversation; "" if the template refuses it. Adds a missing question."""
         key = json.dumps(messages)
         if key not in self._probes:
             first, rest = messages[0], list(messages[1:])
@@ -179,10 +180,10 @@ def _filled(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(message: Message) -> dict[str, Any]:
-    """The message with string content: the texts of a list of parts are joined by nothing.
+    """The message with string content: the texts of a list of parts, without a separator.
 
-    Keys with value None are dropped, because templates would print "None"; the content of an
-    assistant's message stays None. Raises ChatTemplateError if `message` is not a message or a
+    Keys with value None are dropped, because templates would print "None". Only the content of an
+    assistant's message may stay None. Raises ChatTemplateError if `message` is not a message or a
     part is not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

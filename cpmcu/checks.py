@@ -19,7 +19,10 @@ class FieldError(ValueError):
 
 
 class PromptTooLongError(FieldError):
-    """A prompt of `tokens` tokens, or of at least so many, where `most` fit with the output."""
+    """A prompt of `tokens` tokens, where prompt and output together can have `most`.
+
+    `at_least`: the prompt may have more than `tokens` tokens.
+    """
 
     def __init__(
         self, message: str, *, tokens: int = 0, most: int = 0, at_least: bool = False

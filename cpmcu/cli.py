@@ -162,7 +162,7 @@ def _configs(
 
 
 def _take_words(parsed: argparse.Namespace) -> None:
-    """Sets model and prompt from `[MODEL] [PROMPT]`; these win over those of a file of flags."""
+    """Sets model and prompt from `[MODEL] [PROMPT]`, which override a file of flags."""
     typed: dict[str, Any] = {
         name: None if name in parsed.from_file else getattr(parsed, name)
         for name in ("model", "prompt_text", "prompt_file")
@@ -234,7 +234,7 @@ def _completes_code(model: str | None) -> bool:
 
 
 def _prompts(display: Display, options: CliOptions) -> list[str]:
-    """The given prompts; []: none. In a chat, stdin holds the messages."""
+    """The given prompts; [] if there are none. In a chat, stdin holds the messages."""
     if options.chat and options.prompt_file is None:
         return list(options.prompt_text)
     return read_prompts(
@@ -285,7 +285,10 @@ def _complete(
 
 
 def _renders(display: Display, llm: LLM, template: bool | None) -> bool:
-    """Does the chat template render a prompt? Notes that there is none. `template`: _template()."""
+    """Is a prompt rendered with the chat template? Tells the user if the model has none.
+
+    `template`: the result of `_template`.
+    """
     if template is None and llm.chat_template is None:
         display.note(f"{llm.directory.name} has no chat template: the prompt is used unchanged")
     return llm.chat_template is not None if template is None else template

@@ -50,12 +50,12 @@ _MODEL_HELP = (
 class SpeculativeConfig:
     """The drafter, and its options.
 
-    `options` holds what is given of the drafters' options (`cpmcu/drafters/options`), by name. The
-    constructor also takes each of them as an argument of its own.
+    `options`: name -> value of each drafter's option that is given (`cpmcu/drafters/options`). The
+    constructor also takes each of these options as an argument.
 
-    If no draft is named, a shipped model uses its shipped draft (of `method`), and a model with an
-    MTP head uses that head. Other models do not speculate. Raises ValueError for a value out of
-    range and for values that do not go together, TypeError for an unknown name.
+    If no draft is named, a shipped model uses its shipped draft (of `method`). A model with an MTP
+    head uses that head. Other models do not speculate. Raises ValueError for a value out of range
+    and for values that do not go together, TypeError for an unknown name.
     """
 
     draft_model_path: str | None = option(

@@ -35,8 +35,8 @@ def option(
 
     For options of a drafter: `keys` are further keys of --speculative-config, each with its values
     (key's value -> field's value; None: the same values). `least`, `most`: the range of an integer.
-    `fixes_shape`: if it is given, steps do not choose shapes. `names_drafter`: a value requires
-    the drafter that declares it, `no` refuses that drafter.
+    `fixes_shape`: if the option is given, steps do not choose shapes. `names_drafter`: `no` refuses
+    the drafter that declares the option; any other value requires that drafter.
     """
     metadata = {
         "help": help,

@@ -16,7 +16,8 @@ class TokenLogprobs:
     """Log-probabilities at one position.
 
     Natural logarithms of the model's distribution before penalties, temperature and truncation.
-    Results of `LLM` have texts: of a special token its name, U+FFFD for a part of a character.
+    Results of `LLM` have texts. The text of a special token is its name. A part of a character
+    becomes U+FFFD.
     """
 
     token_id: int

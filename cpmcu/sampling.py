@@ -48,7 +48,8 @@ class ThinkingLimit:
     """A limit on the reasoning between two tags. Raises ValueError for a value out of range.
 
     After `tokens` tokens of reasoning the output goes on with the tag `end`. `begun`: the prompt
-    ends within the reasoning; else an output that does not begin with the tag `begin` has none.
+    ends within the reasoning. Otherwise only an output that begins with the tag `begin` has
+    reasoning.
     """
 
     tokens: int

@@ -71,7 +71,7 @@ def _prog(verb: str | None) -> str:
 def _leave(number: int, frame: FrameType | None) -> None:
     """Ends the program before the server has started, when nothing needs an orderly end.
 
-    Raises no exception: CPython ignores one in a callback of a weak reference, as imports have.
+    Raises no exception. Imports run callbacks of weak references, in which CPython ignores it.
     """
     os._exit(0)
 

@@ -2,14 +2,14 @@
 
 A speculative step verifies a tree of depth K. It emits the j accepted tokens of the best path and
 one token of the target's own, 0 <= j <= K. K tokens count as drafted in a step, whatever the size
-of the tree or the length of an n-gram match. The first token comes from prefill and belongs to no
-speculative step.
+of the tree or the length of an n-gram match. If steps choose their shapes, the chosen depth counts
+instead of K. The first token comes from prefill and belongs to no speculative step.
 
 Accepted tokens after the end of the output (a stop string, for example) count. If a grammar ends
 the output, later tokens do not count, since no grammar constrained them.
 
-A hierarchical draft is made by speculative steps of its own, "inner" ones. One that emits nothing,
-because the draft is complete already, does not count.
+A hierarchical draft is made by speculative steps of its own, the inner steps. An inner step does
+not count if it emits nothing because the draft is already complete.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SpecDecodeMetrics:
     def to_fastdeploy(self) -> dict[str, Any]:
         """FastDeploy's `speculate_metrics`, which count the target's own tokens as accepted.
 
-        `accept_ratio` is drafted and accepted tokens / emitted tokens. The ratio of a head is
+        `accept_ratio` is (accepted draft tokens) / (emitted tokens). The ratio of a head is
         conditional on acceptance of the preceding head.
         """
         steps = self.num_spec_steps

@@ -1,4 +1,4 @@
-"""Keys of --speculative-config: those of vLLM and FastDeploy, and fields of SpeculativeConfig."""
+"""Keys of --speculative-config: vLLM's, FastDeploy's, and the fields of SpeculativeConfig."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # BaseExceptions that do not come from the called library.
 _NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-# Longer inputs are processed without the interpreter lock, which costs 20 µs more.
+# For longer inputs the interpreter lock is released. This costs 20 µs more.
 _LONG_TEXT = 1024  # characters
 _LONG_IDS = 512
 _PIECE = 1 << 15  # ids converted to Python integers at a time

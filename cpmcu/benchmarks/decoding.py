@@ -53,8 +53,8 @@ class Timing:
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     """Bytes that a decode step of one token must move with `context` cached tokens.
 
-    It reads weights, keys and values; with sparse attention the chosen blocks and the compressed
-    keys. It reads and writes the states of gated delta nets.
+    The step reads weights, keys and values. Sparse attention reads only the chosen blocks, and the
+    compressed keys. The states of gated delta nets are read and written.
     """
     from cpmcu import C
     from cpmcu.models import sparse
@@ -65,8 +65,8 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     )
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
-    num_planes = 2 if spec.fp8_kv_cache else 1  # keys and values; their scales
-    entries = 0  # bytes of keys and values
+    num_planes = 2 if spec.fp8_kv_cache else 1  # KV entries; with FP8 also scales
+    entries = 0  # bytes of KV entries and their scales
     for group, window in enumerate(engine.pages.windows):
         name = f"pages.window_{window}" if window else "pages"
         planes = [row["bytes"] for row in rows if row["group"] == "kv" and row["name"] == name]
@@ -85,9 +85,9 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
 
 
 def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int:
-    """Keys and values that a sparse layer skips at position `context`, less what it reads instead.
+    """Bytes of KV entries that a sparse layer skips at position `context`, less its extra reads.
 
-    These are four fine compressed keys and a coarse one of each page before the last two.
+    The layer reads four fine compressed keys and a coarse one of each page but the last two.
     """
     from cpmcu import C
 

@@ -1,11 +1,13 @@
 """Compares drafters on the same requests: `cpmcu bench --drafters`.
 
-Two kinds of prompts: those that copy repeat Python code and begin it again, greedily; the others
-are beginnings of Python code, sampled with fixed seeds. The tokens are those of plain decoding,
-which is checked, so the acceptance is what the drafts reach on this text.
+| prompts | text | decoding |
+|---|---|---|
+| copy | Python code twice, then its first lines | greedy |
+| new | the first lines of Python code | sampled with a fixed seed |
 
-Each row drafts a chain of fixed length. Tokens/s counts the time from the first token of a request
-to its last, of the fastest of `REPEATS` runs.
+Each drafter must give the tokens of plain decoding. All drafters are therefore compared on the same
+text. Each row drafts a chain of fixed length. Tokens/s counts the time from the first token of a
+request to its last, in the fastest of `REPEATS` runs.
 """
 
 from __future__ import annotations
@@ -125,9 +127,9 @@ class DrafterRow:
     drafted: int  # tokens of a draft
     tokens_per_s: float
     mean_accept_length: float  # the target's own token included; 1 without a draft
-    acceptance_per_position: list[float]  # share of the steps that accepted it and those before
+    acceptance_per_position: list[float]  # entry i: share of steps that accepted 0 to i
     tokens: int  # of all requests
-    inner_accept_length: float  # of a small model that a head drafts; 0 for other drafters
+    inner_accept_length: float  # of the small model in a hierarchy; 0 for others
 
 
 def available(config: EngineConfig) -> dict[str, Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 """`--needle`: does sparse attention find in a long text what dense attention finds?
 
-Each text of a length is asked for the number of a name at each of eight depths. All questions about
-a text share its prefill through the prefix cache. Output is greedy.
+Each text states numbers of names at eight depths. The model is asked for each of these numbers. All
+questions about a text share its prefill through the prefix cache. Decoding is greedy.
 """
 
 from __future__ import annotations

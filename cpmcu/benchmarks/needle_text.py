@@ -60,7 +60,7 @@ def make_text(
     num_depths: int,
     rng: np.random.Generator,
 ) -> NeedleText:
-    """A text of `length` tokens, question included, up to the length of a word.
+    """A text that has `length` tokens together with a question, or less than a word fewer.
 
     The statement of question i is at (i + 1/2) / num_depths of the text. Statements of other names
     are at random places, about one in 128 tokens.

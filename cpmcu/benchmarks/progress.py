@@ -33,7 +33,7 @@ class BenchProgress:
             yield
 
     def loading(self) -> LoadProgress | None:
-        """A listener of loading; None: that of the log."""
+        """A progress bar of loading; None: loading is logged instead."""
         return LoadProgressBar(plain=False) if self._shows else None
 
     def note(self, text: str) -> None:

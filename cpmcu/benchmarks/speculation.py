@@ -84,7 +84,7 @@ def speculative_row(llm: LLM, plain: Row, steps: int, progress: BenchProgress) -
 
 
 def chosen_row(llm: LLM, context: int, steps: int) -> ChosenRow:
-    """Measures a second request; the first one measures the time of each shape."""
+    """Measures the second of two requests. In the first, the engine times each shape."""
     stream(llm, context, 1 + WINDOWS * steps)
     return ChosenRow(context, *stream(llm, context, 1 + WINDOWS * steps))
 

@@ -15,7 +15,7 @@ from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import load_model
 from cpmcu.loading.progress import LoadProgress
 
-WINDOW = 256  # tokens that see one another
+WINDOW = 256  # tokens of one pass; attention does not cross windows
 TOKENS = 1024  # most tokens that are compared
 
 Floats = npt.NDArray[np.float32]
@@ -82,7 +82,7 @@ def compare(
 def _log_probabilities(
     model: str | Path, windows: Sequence[Sequence[int]], device: str, progress: LoadProgress | None
 ) -> Iterator[Floats]:
-    """[T, V] of each window."""
+    """Yields the log-probabilities [T, V] of each window."""
     from cpmcu import C
 
     config = EngineConfig(

@@ -26,8 +26,8 @@ _KNOWN = {
     "mlp": {"intermediate_size"},
 }
 
-# A stage: projections with a common input. It gets the input, [B, T, K] for each batch, and
-# returns after it has changed their weights.
+# Called before the projections of a stage, which have a common input. Gets their names and the
+# input [B, T, K] of each batch. May change the weights of these projections.
 Stage = Callable[[tuple[str, ...], list[Tensor]], None]
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 

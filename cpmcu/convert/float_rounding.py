@@ -3,10 +3,10 @@
 | format | w | scale s of a group |
 |---|---|---|
 | nvfp4 | e2m1 * s / g | e4m3(g * peak / 6) for 16 inputs, with g = 448 * 6 / largest weight |
-| mxfp4 | e2m1 * 2^(s - 127) | of the power of two in peak / 4; of the next, from 1.75 times it on |
+| mxfp4 | e2m1 * 2^(s - 127) | peak / 4, rounded to 2^(s - 127): up from 1.75 times a power on |
 
-`peak` is the largest magnitude of a group; mxfp4 has groups of 32 inputs. Rules and tensors are
-those of compressed-tensors, whose numbers these are.
+`peak` is the largest magnitude of a group. mxfp4 has groups of 32 inputs. Rounding and tensors are
+those of compressed-tensors, and give the same numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FloatQuantized:
 
 
 def check_size(module: str, outputs: int, inputs: int, form: str) -> None:
-    """Raises ValueError unless 8 divides the outputs and a group the inputs."""
+    """Raises ValueError unless 8 divides `outputs` and the group size divides `inputs`."""
     if outputs % 8 or inputs % GROUPS[form]:
         raise ValueError(
             f"{module} is [{outputs}, {inputs}], expected multiples of 8 and {GROUPS[form]} of "
@@ -68,7 +68,7 @@ def round_floats(weight: Tensor, form: str, largest: float) -> FloatQuantized:
 
 
 def _power(peaks: Tensor) -> Tensor:
-    """The exponent, 127 for 1, of a power of two: that of the number, or the next from 1.75 on."""
+    """The exponent plus 127 of the number's power of two; one more from 1.75 times it on."""
     return (peaks.view(torch.int32) + (1 << 21)) >> 23
 
 

@@ -112,7 +112,7 @@ def gptq_to_marlin(
 
     `source` may be a model (Llama, Qwen, MiniCPM) or an EAGLE or EAGLE-3 head, in one file or in
     shards. Raises ValueError for a checkpoint that does not fit Marlin's layout and for a forbidden
-    destination, FileNotFoundError for a missing source, and OSError for a full disk. After an
+    destination. Raises FileNotFoundError for a missing source and OSError for a full disk. After an
     error, `destination` is unchanged.
     """
     directory = resolve_model(source)

@@ -122,7 +122,8 @@ def minicpm_to_llama(
 def llama_config(config: Mapping[str, Any], fields: SpecFields) -> dict[str, Any]:
     """config.json of the equivalent Llama. `fields`: the MiniCPM's.
 
-    For longrope, the factor is added, and the original length in both places where readers look.
+    A longrope without `factor` gets one. Its original length is written into the RoPE parameters
+    and at the top level, since readers look in either place.
     """
     llama = {key: value for key, value in config.items() if key not in _OWN_KEYS}
     llama |= {

@@ -67,7 +67,7 @@ class _Source:
     config: dict[str, Any]
     checkpoint: Checkpoint
     fields: SpecFields
-    modules: dict[str, tuple[str, ...]]  # to quantise -> the engine's names of its rows' parts
+    modules: dict[str, tuple[str, ...]]  # module -> engine tensors that its rows hold
 
     def weight(self, module: str) -> Tensor:
         """float32 [N, K]. Raises ValueError for numbers that are not finite."""
@@ -232,7 +232,7 @@ def _to_nearest(
 def _to_floats(
     model: _Source, options: QuantizeOptions, progress: LoadProgress | None
 ) -> dict[str, FloatQuantized]:
-    """Matrices that engines run as one, such as q, k and v, get the same scale of the matrix."""
+    """Rounds to nearest. In NVFP4, matrices that engines fuse (q, k and v) share the scale g."""
     sizes = _sizes(model)
     largest: dict[str, float] = {}
     if options.format == "nvfp4":
@@ -281,7 +281,7 @@ def _by_gptq(
 
 
 def _windows(ids: Sequence[int]) -> list[Tensor]:
-    """The text as batches [B, T] of windows. A rest that fills no window is left out."""
+    """The text as batches [B, T] of windows, without an incomplete last window."""
     tokens = torch.tensor(ids)
     length = min(WINDOW, len(ids))
     windows = tokens[: len(ids) // length * length].reshape(-1, length)

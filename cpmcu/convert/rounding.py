@@ -1,15 +1,17 @@
 """Weights of 4 or 8 bits: rounding by GPTQ, and the tensors of a GPTQ checkpoint.
 
-A matrix W [N, K] becomes integers q in 0..15 and one scale for each `group` inputs of a row (the
-last group may be shorter): w = (q - 8) * scale; with 8 bits q in 0..255, w = (q - 128) * scale.
+A matrix W [N, K] becomes integers q and one scale for each `group` inputs of a row. The last group
+may be shorter. With 4 bits, q is in 0..15 and w = (q - 8) * scale. With 8 bits, q is in 0..255 and
+w = (q - 128) * scale.
+
 GPTQ (Frantar et al., arXiv:2210.17323) rounds one column after another. It compensates the rounding
 error of a column in the later columns, so that the layer's outputs X W^T change least. The inputs X
 enter as H = X^T X.
 
-This file makes two choices. Scales are fixed before any column is rounded. So columns are rounded
-in order of descending diag(H), while a group stays `group` adjacent columns (desc_act false,
-static_groups true). A scale is representable in float16 and in bfloat16, so engines that store
-scales in the type of the activations do not round it.
+This file makes two choices. First, scales are fixed before any column is rounded. Columns can
+therefore be rounded in order of descending diag(H), while a group stays `group` adjacent columns
+(desc_act false, static_groups true). Second, a scale is representable in float16 and in bfloat16.
+Engines that store scales in the type of the activations therefore do not round it.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def _scale(values: Tensor) -> Tensor:
 
 
 def _highest(bits: int) -> int:
-    """The largest level; the smallest is one more below 0."""
+    """The largest level, 7 or 127. The smallest level is -8 or -128."""
     return (1 << bits - 1) - 1
 
 
@@ -127,11 +129,15 @@ def best_scales(
     step: float = 1 / 8,
     bits: int = 4,
 ) -> Tensor:
-    """Returns scales [G, N] from peak / 7 to peak / 14 with the least squared rounding error.
+    """Returns the scales [G, N] with the least squared rounding error.
 
     A smaller scale clips the largest weights and gives the others finer steps. `importance` [K]:
-    weights of the inputs in the error. Divisors of the peak are `step` apart. With 8 bits they are
-    127 to 159, and 127 / 7 steps apart.
+    weights of the inputs in the error. A scale is peak / d, for a d of:
+
+    | bits | from | below | apart |
+    |---|---|---|---|
+    | 4 | 7 | 14 | step |
+    | 8 | 127 | 158.75 | step * 127 / 7 |
     """
     highest = _highest(bits)
     last = 2 * highest if bits == 4 else 1.25 * highest
@@ -214,7 +220,7 @@ def gptq(
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:
-    """Adds damping. An input that is always 0 gets a diagonal too: it is rounded to nearest."""
+    """Adds damping to the diagonal, so gram is invertible even if an input is always 0."""
     mean = gram.diagonal().mean()
     return gram + torch.eye(len(gram)).to(gram) * (damping * mean if mean > 0 else 1.0)
 

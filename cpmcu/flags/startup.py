@@ -48,10 +48,11 @@ def add_startup_flags(parser: FlagParser, title: str = "model and engine") -> No
 
 
 def prepare(arguments: Sequence[str] | None, prog: str) -> FileFlags | None:
-    """Reads the file of --config and imports the plugins of both.
+    """Reads the file of --config and imports the plugins.
 
-    Returns the flags of the file. For an error, writes a sentence and exits: with status 2 for a
-    wrong file, 1 for a plugin that cannot be imported.
+    Plugins of the command line replace those of the file. Returns the flags of the file. For an
+    error, writes a sentence and exits: with status 2 for a wrong file, 1 for a plugin that cannot
+    be imported.
     """
     found = _scan(sys.argv[1:] if arguments is None else arguments)
     try:

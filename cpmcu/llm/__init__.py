@@ -226,8 +226,8 @@ class LLM:
     def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, up to the beginning of the assistant's answer.
 
-        Raises ChatTemplateError if there is no template or the template refuses the conversation,
-        ValueError for a conversation without messages or with one that says nothing.
+        Raises ChatTemplateError if there is no template or the template refuses the conversation.
+        Raises ValueError if there are no messages or a message lacks the content that it needs.
         """
         from cpmcu.chat_template import ChatTemplateError  # loads jinja2
 
@@ -373,7 +373,7 @@ class LLM:
             return self._grammars.start(grammar)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[list[int], BadWords | None]:
-        """(Tokens that are words alone, the words of several tokens), each also after a space."""
+        """(Words of one token, words of several tokens). Each word counts after a space, too."""
         found: set[tuple[int, ...]] = set()
         for word in words:
             for text in (word, f" {word.lstrip()}"):

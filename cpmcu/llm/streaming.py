@@ -18,16 +18,16 @@ class ChunkStream(Iterator[StreamChunk]):
     """StreamChunks of requests, for one `for` or one `async for` loop.
 
     The requests are queued when the loop begins. If the stream is dropped or closed early, they are
-    cancelled. `async for` does not block the event loop. Both raise the exception of a request that
-    failed, and RuntimeError if the engine is closed or has failed.
+    cancelled. `async for` does not block the event loop. Either loop raises the exception of a
+    request that failed, and RuntimeError if the engine is closed or has failed.
     """
 
     def __init__(
         self, prepare: Callable[[Emit], list[Request]], submit: Submit, complete: Complete
     ) -> None:
-        """`prepare`: makes the requests, which call the function that it gets with each item.
+        """`prepare(emit)` makes the requests, which call `emit` with each item.
 
-        `complete(chunk, requests, is it the last one?)`: what the loop gets for a chunk.
+        `complete(chunk, requests, last)` returns what the loop gets for a chunk.
         """
         # Neither loop refers to this object, so that dropping it ends them.
         self._sink = _Sink()

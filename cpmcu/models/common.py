@@ -47,7 +47,7 @@ class SpecFields:
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centred_norms: bool = False  # RMSNorm multiplies by 1 + weight
-    plain_final_norm: bool = False  # except the norm before the head
+    plain_final_norm: bool = False  # but the norm before the head by weight
     normed_embedding: bool = False  # embeddings have an RMSNorm without weights
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -56,7 +56,7 @@ class SpecFields:
     tie_word_embeddings: bool = False
     # Blocks of each layer: (kind, overrides of the fields above). Empty: attention and mlp in each.
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
-    # Not a field of C.ModelSpec: layers whose k_proj is v_proj, too, for the name map.
+    # Not a field of C.ModelSpec: layers in which k_proj also serves as v_proj, for the name map.
     layers_without_v: tuple[int, ...] = ()
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _EXPERTS = re.compile(r"^(?P<experts>.*\blayers\.(?P<layer>\d+)\.mlp\.experts\.)
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
-    """The parameters of a moe block without a shared expert. Raises ValueError."""
+    """The parameters of a moe block without a shared expert. Raises ValueError for wrong keys."""
     # transformers 5 writes num_experts as num_local_experts.
     key = "num_experts" if "num_experts" in reader.config else "num_local_experts"
     num_experts = reader.positive_int(key)
@@ -64,7 +64,7 @@ def with_shared_expert(
 ) -> SpecFields:
     """The fields with experts, one of them shared by all tokens, in these layers.
 
-    Raises ValueError.
+    Raises ValueError for wrong keys of config.json.
     """
     if not layers:
         return fields
@@ -76,9 +76,13 @@ def with_shared_expert(
 
 
 def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """`canonical_names`, and the parts of fused experts [E, 2 I, H] and [E, H, I].
+    """Splits tensors of all experts into tensors of each; other names: `canonical_names`.
 
-    `NAME_blocks` and `NAME_scales` of all experts are a tensor `NAME.blocks` for each expert.
+    | checkpoint | engine |
+    |---|---|
+    | gate_up_proj [E, 2 I, H] | gate_proj and up_proj of each expert |
+    | down_proj [E, H, I] | down_proj of each expert |
+    | NAME_blocks, NAME_scales (MXFP4) | NAME.blocks and NAME.scales of each expert |
 
     Raises ValueError for an expert that config.json does not have.
     """

@@ -1,13 +1,15 @@
 """Gemma 4: norms before and after each block, windows in five of six layers.
 
-Layers with full attention have other heads (`global_head_dim`, `num_global_key_value_heads`), and
-with `attention_k_eq_v` no v_proj: values are the keys before their norm and RoPE. Values have a
-norm without weights. The softmax scale is 1. `layer_scalar` multiplies the residual stream after
-each layer. With `enable_moe_block`, experts run beside the MLP
-(csrc/layers/mlp_and_experts.cpp). In the E models, each layer adds an embedding of its own
-(csrc/layers/per_layer_input.cpp), and the last `num_kv_shared_layers` layers read keys and values
-of the last layer of their kind before them. Files with towers for images and sound have the keys
-of the language model in `text_config`; the engine runs the language model.
+Layers with full attention have other heads (`global_head_dim`, `num_global_key_value_heads`). With
+`attention_k_eq_v` these layers have no v_proj: values are the keys before their norm and RoPE.
+Values have a norm without weights. The softmax scale is 1. `layer_scalar` multiplies the residual
+stream after each layer. With `enable_moe_block`, experts run beside the MLP
+(csrc/layers/mlp_and_experts.cpp).
+
+In the E models, each layer adds an embedding of its own (csrc/layers/per_layer_input.cpp). The last
+`num_kv_shared_layers` layers have no keys and values: each reads those of the last layer of its
+kind that has some. If a file has towers for images and sound, `text_config` holds the keys of the
+language model. The engine runs only the language model.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _NAMES = {
     ".post_feedforward_layernorm.": ".mlp_output_norm.",
     ".layer_scalar": ".mlp_output_scale",
 }
-# The same in a layer with experts beside the MLP.
+# Replaces _NAMES in a model with experts beside the MLP.
 _EXPERT_NAMES = {
     ".post_attention_layernorm.": ".attention_output_norm.",
     ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
@@ -66,7 +68,7 @@ _EXPERT_NAMES = {
     ".router.per_expert_scale": ".mlp.expert_scale",
     ".experts.": ".mlp.experts.",
 }
-# The names of embeddings of each layer, before the others.
+# Names of the embeddings that each layer adds. They are replaced before the other names.
 _PER_LAYER_NAMES = {
     "model.embed_tokens_per_layer.": "model.layers.0.per_layer_embedding.table.",
     "model.per_layer_model_projection.": "model.layers.0.per_layer_embedding.projection.",
@@ -82,7 +84,7 @@ _KV = re.compile(r"^model\.layers\.(?P<layer>\d+)\.self_attn\.(k_proj|v_proj|k_n
 
 
 def gemma4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Llama's names. In a layer without v_proj, k_proj is v_proj, too. No towers."""
+    """Llama's names; none for the towers. In a layer without v_proj, k_proj is v_proj, too."""
     if _NOT_OF_THE_TEXT.match(name):
         return ()
     name = name.replace("model.language_model.", "model.", 1)
@@ -93,7 +95,7 @@ def gemma4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
         renamed = {**_PER_LAYER_NAMES, **renamed, scale: _PER_LAYER_NAMES[scale]}
     kv = _KV.match(name)
     if kv and "kv_layer" in dict(fields.layers[int(kv["layer"])])["attention"]:
-        return ()  # of another layer; some files have them
+        return ()  # the layer reads another layer's; some files have these all the same
     for own, engine in renamed.items():
         if own in name:
             return expert_names(name.replace(own, engine), fields)

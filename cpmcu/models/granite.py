@@ -1,8 +1,8 @@
 """Granite 3.x, and Granite 4 with attention in every layer: Llama with four scales.
 
 Embeddings are multiplied by embedding_multiplier, the output of each attention and MLP by
-residual_multiplier. Logits are divided by logits_scaling. attention_multiplier takes the place of
-1 / sqrt(head_dim): RoPE's factor of cos and sin is the square root of the quotient, in q and in k.
+residual_multiplier. Logits are divided by logits_scaling. attention_multiplier replaces the softmax
+scale 1 / sqrt(head_dim). RoPE scales cos and sin of q and of k by the square root of the ratio.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def build_granite4(config: Mapping[str, Any], options: BuildOptions) -> SpecFiel
 
 
 def _with_attention_multiplier(fields: SpecFields, multiplier: float) -> SpecFields:
-    """The parameters of each layer, because a draft head takes the model's RoPE as its own."""
+    """The fields with scaled RoPE as a parameter of each layer.
+
+    The model's own RoPE stays unscaled, because a draft head takes it over.
+    """
     factor = math.sqrt(multiplier * math.sqrt(fields.head_dim))
     if factor == 1:
         return fields

@@ -1,4 +1,4 @@
-"""MiniCPM 1 and 2, MiniCPM4 and 4.1: Llama with muP scales, and sparse attention if it is wanted.
+"""MiniCPM 1 and 2, MiniCPM4 and 4.1: Llama with muP scales and, if enabled, sparse attention.
 
 Embeddings are multiplied by scale_emb, the output of each attention and MLP by
 scale_depth / sqrt(num_hidden_layers), and the head's input by dim_model_base / hidden_size.

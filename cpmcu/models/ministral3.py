@@ -1,8 +1,8 @@
 """Ministral 3 and Mistral 3: Llama, whose queries grow with the position in long texts.
 
 A query at position p is multiplied by 1 + beta * ln(1 + floor(p / length)), where beta is
-`llama_4_scaling_beta` and length `original_max_position_embeddings`. Files with a vision tower have
-the keys of the language model in `text_config`; the engine runs the language model.
+`llama_4_scaling_beta` and length `original_max_position_embeddings`. If a file has a vision tower,
+`text_config` holds the keys of the language model. The engine runs only the language model.
 """
 
 from __future__ import annotations

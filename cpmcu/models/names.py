@@ -22,7 +22,7 @@ class Piece:
     name: str
     first_row: int = 0
     num_rows: int | None = None  # None: to the end
-    # Sizes of the dimensions that together count the rows; empty: the first dimension counts them.
+    # Leading dimensions that are flattened into rows; empty: the first dimension.
     leading: tuple[int, ...] = ()
     # The file has a stack of matrices [E, K, N] with leading = (E, N); this is one of them, [N, K].
     transposed: bool = False

@@ -1,7 +1,7 @@
-"""OLMo 2 and 3: the norms follow the blocks, and those of q and k are over all heads together.
+"""OLMo 2 and 3: norms follow the blocks. The norms of q and k are over all heads together.
 
-x = x + norm(attention(x)), x = x + norm(mlp(x)). In OLMo 3, layers with a window have plain RoPE;
-the RoPE parameters of the config are those of full attention.
+x = x + norm(attention(x)), x = x + norm(mlp(x)). In OLMo 3, layers with a window have plain RoPE.
+The RoPE parameters of the config apply to layers with full attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Qwen3-Next: three gated delta nets to one gated attention, norms with a factor of 1 + weight.
+"""Qwen3-Next: three layers with gated delta nets to one with gated attention.
+
+Norms multiply by 1 + weight.
 
 The layer of a gated delta net has a recurrent state of a fixed size instead of keys and values.
 The state is float32, whatever `mamba_ssm_dtype` is. Qwen3.5 has the same layers (qwen3_5.py).

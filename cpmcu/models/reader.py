@@ -15,9 +15,9 @@ _OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys of its `text_config` at the top level.
 
-    Models with vision keep the keys of their language model there. If a key is in both places, that
-    of `text_config` counts, except for _OF_THE_WHOLE. Raises ValueError if `text_config` is not an
-    object.
+    Models with vision keep the keys of their language model there. If a key is in both places, the
+    one of `text_config` counts; for _OF_THE_WHOLE, the one at the top level. Raises ValueError if
+    `text_config` is not an object.
     """
     text = config.get("text_config")
     if text is None:

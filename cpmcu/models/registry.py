@@ -36,7 +36,7 @@ class ModelFamily:
 _families: dict[str, ModelFamily] = {}
 
 _ENDINGS = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
-# Architectures that need a block that the engine does not have, with that block.
+# Block that the engine does not have -> architectures that need it.
 _MISSING = {
     "latent attention (MLA)": (
         *("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "KimiLinear"),

@@ -27,7 +27,7 @@ from cpmcu.checks import brief, shown
 from cpmcu.models.reader import ConfigReader
 
 DEFAULT_THETA = 10000.0
-# Radians a token. At any position cos is 1, and sin times an element is lost when it is added.
+# Radians a token. At any position cos is 1, and sin is too small to change a sum.
 NO_ROTATION = 1e-30
 Float32Array = npt.NDArray[np.float32]
 
@@ -132,8 +132,8 @@ def rope_by_kind(
 ) -> dict[str, dict[str, Any]]:
     """Kind of layer -> the config with the RoPE parameters of this kind of layer.
 
-    `rope_parameters` may have an object for each of `kinds`. If it has one set of parameters, that
-    is the set of all kinds, except that kinds that begin with `unscaled` keep only `rope_theta`.
+    `rope_parameters` may have an object for each of `kinds`. If it has one set of parameters, all
+    kinds get that set. A kind whose name begins with `unscaled` then gets only its `rope_theta`.
     Raises ValueError if a kind is missing.
     """
     key = _key(config)
@@ -169,7 +169,7 @@ def _default(request: _Request) -> tuple[Float32Array, float]:
 
 
 def _proportional(request: _Request) -> tuple[Float32Array, float]:
-    # pos_freqs are those of the whole head; the pairs beyond the share are not rotated.
+    # pos_freqs covers the whole head. The pairs beyond the share are not rotated.
     share = request.params.positive_float("partial_rotary_factor", default=1.0)
     factor = np.float32(request.params.positive_float("factor", default=1.0))
     inv_freq = np.float32(1) / request.pos_freqs / factor

@@ -30,7 +30,7 @@ _LEAST = {"init_blocks": 0, "window_size": 2 * BLOCK, "topk": 1, "dense_len": 0}
 def with_sparse_attention(
     fields: SpecFields, config: Mapping[str, Any], options: BuildOptions
 ) -> SpecFields:
-    """The fields with sparse attention in every layer, if it is wanted; else unchanged.
+    """The fields with sparse attention in every layer if it is enabled, else unchanged.
 
     Raises ValueError for a sparse_config that the engine cannot run.
     """

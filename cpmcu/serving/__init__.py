@@ -1,1 +1,1 @@
-"""Protocols around the engine: chat templates, and the OpenAI-compatible server."""
+"""The HTTP server: one model behind the interfaces of OpenAI, Anthropic, llama.cpp and SGLang."""

@@ -70,7 +70,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _hosts(config: ServerConfig, keys: Collection[str]) -> Sequence[str] | None:
-    """The names that Host may have; None: any. A page cannot know a key, so keys suffice."""
+    """The names that Host may have; None: any. If there are keys, any: a page knows no key."""
     if config.allowed_hosts:
         return config.allowed_hosts
     return () if is_loopback(config.host) and not keys and not config.uds else None

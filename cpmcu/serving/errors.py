@@ -117,7 +117,7 @@ def _printable(message: str) -> str:
 
 def _prompt_too_long(error: PromptTooLongError) -> str:
     """Returns Anthropic's sentence, by which clients know that they must shorten the prompt."""
-    # Clients read both numbers, so the bound is said behind them.
+    # Clients parse both numbers, so "at least" is written after them.
     end = f"; it has at least {error.tokens} tokens" if error.at_least else ""
     return (
         f"prompt is too long: {error.tokens} tokens > {error.most} maximum, prompt and output "
@@ -238,7 +238,7 @@ _FORMS = {
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
-# Lists whose elements' errors are told.
+# Lists for which the errors of the elements are reported.
 _LISTS = ("list[InputItem]", "list[ItemPart]", "list[Block]", "list[ResultBlock]")
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()
@@ -248,7 +248,8 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_LENGTH
 def _innermost(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the errors within the elements of lists of objects, if there are any.
 
-    A union of a text and such a list has errors of both. The list's name is removed from the place.
+    A union of a text and such a list has errors of both alternatives. The list's name is removed
+    from the place of an error.
     """
 
     def depth(error: Mapping[str, Any]) -> int:

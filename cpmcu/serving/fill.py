@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cpmcu.serving.errors import ApiError
 from cpmcu.tokenizer import Tokenizer
 
-# Tokens before the text ahead of the gap, before the text behind it, and before the filling.
+# Tokens that precede the text before the gap, the text after the gap, and the filling.
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -18,7 +18,7 @@ _NAMES = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
 _FILE = ("<|file_sep|>", "<file_sep>")
-# They end a filling, as an end-of-sequence token does.
+# Tokens that end a filling, as an end-of-sequence token does.
 _ENDS = ("<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|file_sep|>", "<file_sep>", "\u2581<EOT>")
 
 

@@ -60,9 +60,9 @@ class Host(Protocol):
 class Generation:
     """The engine requests of one HTTP request; their chunks are an async iterator.
 
-    The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
-    a prompt, which came in the request's field `prompt_field`, or parameters that the engine
-    refuses. `grammar_field`: where a grammar came from. `keep_special_tokens`: see LLM.prepare.
+    Output p * n + c is choice c of prompt p. `prompt_field`, `grammar_field`: the request's fields
+    from which prompt and grammar came, for errors. `keep_special_tokens`: see LLM.prepare. Raises
+    ApiError (400) for a prompt or parameters that the engine refuses.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ def bad_value(
     too_long = error if isinstance(error, PromptTooLongError) else None
     if too_long is not None:
         code = "context_length_exceeded"
-        # LiteLLM, and so aider, knows a full context by these words.
+        # LiteLLM, which aider uses, recognises a full context by these words.
         message += ": it is longer than the model's context length"
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]

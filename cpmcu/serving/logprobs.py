@@ -93,8 +93,9 @@ def entries(
 class Logprobs:
     """Log-probabilities of one choice in the format of /v1/completions, with text offsets.
 
-    `echo`: the prompt's text at the start of the choice's text; its first `num_echoed` tokens.
-    `skip_special`: the text omits special tokens. `as_ids`: names tokens by their ids.
+    `echo`: the prompt's text, with which the choice's text starts. `num_echoed`: tokens of the
+    prompt, which are written first. `skip_special`: the text omits special tokens. `as_ids`: names
+    tokens by their ids.
     """
 
     def __init__(

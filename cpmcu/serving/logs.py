@@ -34,7 +34,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for a write to a client that has left: asyncio warns of each until the loop turns."""
+    """False for asyncio's warnings of writes to a client that has left; there may be many."""
     return record.msg != "socket.send() raised exception."
 
 

@@ -219,7 +219,7 @@ class _OfEngine(Collector):
             yield info
 
     def _waiting(self, load: EngineLoad) -> GaugeMetricFamily:
-        """vLLM's reasons. All outputs wait for a slot or pages; none for another server."""
+        """Waiting outputs by vLLM's reasons. Here the only reason is a missing slot or page."""
         found = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Outputs waiting, by reason.",

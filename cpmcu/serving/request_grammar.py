@@ -95,10 +95,10 @@ def from_response_format(value: AnswerFormat | None) -> Grammar | None:
 def from_guided(fields: dict[str, Any]) -> Grammar | None:
     """Returns the grammar of vLLM's fields, name -> source. Raises ApiError (400).
 
-    A client may give the same source under an old and a new name; they are one.
+    A client may give the same source under an old and a new name. It then counts once.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    if given.get("grammar") == "":  # llama.cpp's clients send it for none
+    if given.get("grammar") == "":  # llama.cpp's clients send "" for no grammar
         del given["grammar"]
     if len({(_kind(name), json.dumps(value, sort_keys=True)) for name, value in given.items()}) > 1:
         raise ApiError(

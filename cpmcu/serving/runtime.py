@@ -1,4 +1,4 @@
-"""The server process: socket, loading thread, imports beside it, and the end."""
+"""The server process: socket, loading thread, imports meanwhile, and shutdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cpmcu.serving.model import Model
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_HEAD_START_SECONDS = 1.0  # more only where files come from a network
+_HEAD_START_SECONDS = 1.0  # enough unless the files come from a network
 SWITCH_SECONDS = 0.0005
 
 
@@ -54,7 +54,7 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     status = 0
     try:
         thread.start()
-        # Until it reads weights, the thread needs the GIL, as imports do.
+        # The thread needs the GIL until it reads weights, and imports would take it.
         reads_weights.wait(_HEAD_START_SECONDS)
         status = _serve(listener, loading, engine_config, config)
     finally:

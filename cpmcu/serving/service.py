@@ -27,7 +27,7 @@ _RETRY_SECONDS = 1
 
 
 class Service:
-    """The model of all requests. Only `load` and `take` may run off the event loop's thread."""
+    """The model of all requests. Only the event loop's thread may queue and end requests."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self.config = config
@@ -163,7 +163,7 @@ class Service:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prompts; waits for the engine. Raises ApiError (503) if there is none.
 
-        From any thread but the event loop's.
+        Must not run on the event loop's thread, which it would block.
         """
         model = self.model
         try:
@@ -209,7 +209,7 @@ class Service:
 
 
 def _fingerprint(root: str, config: EngineConfig) -> str:
-    """OpenAI's system_fingerprint: another one may answer the same seed differently."""
+    """OpenAI's system_fingerprint. If it differs, the same seed may give another answer."""
     settings = repr((root, config)).encode()
     return f"cpmcu-{cpmcu.__version__}-{hashlib.sha256(settings).hexdigest()[:8]}"
 

@@ -1,1 +1,1 @@
-"""The programs in the terminal: what `cpmcu run`, `chat` and their helpers are made of."""
+"""Parts of the terminal programs: `cpmcu run`, `chat`, `completion`, `env`, `list` and `plan`."""

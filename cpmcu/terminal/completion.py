@@ -20,7 +20,7 @@ _FILES = re.compile(r"PATH|FILE|DIR")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """What a shell has to know of a flag or of an argument (no names)."""
+    """A flag for completion. An argument has no names."""
 
     names: tuple[str, ...]
     help: str

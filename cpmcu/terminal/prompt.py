@@ -34,8 +34,9 @@ Note = Callable[[str], None]
 def names_model(word: str) -> bool:
     """Is this argument a model, not a prompt?
 
-    A model looks like a path or a repository id, or names a shipped model, an installed package
-    with a model, a directory with config.json or a GGUF file, or a weights file.
+    A path, a repository id and the name of a weights file are models by their form. Names of a
+    shipped model, of an installed package with a model, and of a directory with config.json or a
+    GGUF file are models, too.
     """
     if not re.search(r"\s", word):
         looks = word.startswith(("/", "./", "../", "~")) or word.endswith(("/", *_WEIGHT_FILES))
@@ -75,8 +76,7 @@ def read_prompts(
 ) -> list[str]:
     """The given prompts, each with piped input appended; [] if there is neither.
 
-    `file` overrides `texts`. Of a file and of piped input, one newline at the end is left out, and
-    nothing else.
+    `file` overrides `texts`. One newline at the end of a file or of piped input is left out.
 
     Raises OSError for an unreadable file and for `file` "-" without stdin. Raises ValueError for an
     empty file and for text that is not UTF-8.

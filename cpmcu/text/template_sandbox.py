@@ -29,9 +29,9 @@ from jinja2.exceptions import TemplateRuntimeError
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SIZE = 1 << 20  # of one value, for a small input: characters, or 8 per item
-GROWTH = 4  # for a large input: a value has at most GROWTH times the size of the input
-MAX_TOTAL = 256  # total of all values, dead ones included, in units of the limit for one value
+MAX_SIZE = 1 << 20  # limit of one value, in characters; a list counts _ITEM for each item
+GROWTH = 4  # if the input is large, the limit of one value is GROWTH times the input's size
+MAX_TOTAL = 256  # limit of all values together, dead ones included, in limits of one value
 MAX_INPUT = 1 << 28
 MAX_SECONDS = 2.0  # of CPU time
 MAX_NUMBER = 1_000_000  # as a width or a repetition count
@@ -39,7 +39,7 @@ MAX_BITS = 1 << 17  # of an integer
 _ITEM = 8  # size of an item of a list, in characters
 _STEPS = 256  # loop iterations or calls between checks of the time
 
-# Their cost does not follow from the size of their input, or they bypass the checks.
+# Names whose cost does not follow from the size of their input, or that bypass the checks.
 _REFUSED_FILTERS = ("attr", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_GLOBALS = ("lipsum",)
 _REFUSED_METHODS = {"expandtabs", "format_map", "translate", "to_bytes"}
@@ -133,7 +133,7 @@ class _Compiler(CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_Call(self, node: nodes.Call, frame: Any, forward_caller: bool = False) -> None:
-        """Calls functions of the environment, which only `_call` inserts, directly."""
+        """Calls functions of the environment directly. Only `_call` inserts such calls."""
         if not isinstance(node.node, nodes.EnvironmentAttribute):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
@@ -300,7 +300,7 @@ def _size(value: Any) -> int:
 
 
 def _finalize(value: Any) -> Any:
-    """Charges a value that becomes text."""
+    """Checks the size of a value that becomes text."""
     if not isinstance(value, str):
         _budget.get().weigh(value)
     return value

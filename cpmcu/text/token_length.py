@@ -18,8 +18,8 @@ _SHRINKING = {"ByteLevel": 1, "Prepend": 1, "NFC": 4}
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Most characters of a text that become one token; None if there is no known bound.
 
-    There is a bound for BPE with a token for each byte, if no earlier stage drops characters and
-    no added token absorbs adjacent white space.
+    BPE with a token for each byte has a bound if no earlier stage drops characters and no added
+    token absorbs adjacent white space.
     """
     from tokenizers import models, pre_tokenizers
 

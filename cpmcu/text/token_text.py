@@ -1,7 +1,7 @@
 """Converts single tokens to bytes and text, for log-probabilities and counts of tokens.
 
-The bytes of a token may be a part of a character. So they are computed from the token's spelling
-in the vocabulary, which is byte-level (GPT-2's letters for bytes) or SentencePiece's.
+The bytes of a token may be a part of a character. They are therefore computed from the token's
+spelling in the vocabulary: byte-level (GPT-2's letters for bytes) or SentencePiece's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cpmcu.tokenizer import Tokenizer
 
-_SOUGHT_BYTES = 256  # of a text that grows; then its place in the output is known
+_SOUGHT_BYTES = 256  # bytes of a growing text after which its place in the output is settled
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -83,9 +83,9 @@ class TokensUpTo:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self._ends: list[int] = []  # of each token, in bytes of the output
-        self._output = self._text = b""  # their beginnings, as long as they are needed
-        self._begin = 0  # of the text
+        self._ends: list[int] = []  # end of each token, in bytes of the output
+        self._output = self._text = b""  # first bytes of both, until the text's place is settled
+        self._begin = 0  # of the text, in bytes of the output
         self._length = 0
 
     def add(self, tokens: Sequence[int], text: str) -> None:

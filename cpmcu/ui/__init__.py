@@ -1,1 +1,1 @@
-"""Terminal output. Only this part of the package prints."""
+"""Terminal output: text, tables, progress and summaries."""

@@ -67,7 +67,7 @@ class Display:
         return LoadProgressBar(plain=self.plain, verb=verb, time_left=time_left)
 
     def bar(self, what: str, total: int, unit: str, *, lines: bool = False) -> Bar:
-        """Returns a bar of `total` units of work. `lines`: lines, as stdout is written to."""
+        """Returns a bar of `total` units of work. `lines`: writes lines, since stdout is in use."""
         return (PlainBar if self.plain or lines else RichBar)(what, total, unit, 1.0)
 
     def prefill_progress(self) -> PrefillProgressBar:

@@ -18,8 +18,8 @@ Launch = Mapping[str, Any]
 def launch_rows(passes: Mapping[str, Sequence[Launch]]) -> list[Row]:
     """Returns rows of COLUMNS. Layers with the same launches are shown once.
 
-    `passes`: name -> launches, as of `C.Engine.launches`. A launch belongs to the layer of its
-    first op. MiB are of the weights that it reads for one token; "-": none, or unknown.
+    `passes`: name -> launches, from `C.Engine.launches`. A launch belongs to the layer of its first
+    op. MiB counts the weights that a launch reads for one token; "-": none, or unknown.
     """
     rows = []
     for name, launches in passes.items():

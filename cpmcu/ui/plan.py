@@ -16,10 +16,10 @@ Buffer = Mapping[str, Any]
 
 
 def plan_rows(buffers: Sequence[Buffer], *, full: bool) -> list[Row]:
-    """Returns rows of COLUMNS. The same buffer of all layers is one row; so are small buffers.
+    """Returns rows of COLUMNS. A buffer that each layer has is one row; small buffers are one row.
 
-    `full`: a row for each buffer. The size of a group is the memory it covers. Buffers that are
-    never in use at the same time share memory, so their sizes may sum to more.
+    `full`: a row for each buffer. The size of a group is the memory that it covers. Buffers that
+    are never in use at the same time share memory, so their sizes may sum to more.
     """
     whole = max((each["offset"] + each["bytes"] for each in buffers), default=0)
     groups: dict[str, list[Buffer]] = {}

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 _LINE_SECONDS = 2.0  # plain mode: least time between two lines
 _FIRST_PASS_SECONDS = 0.5  # a longer first pass of prefill is shown
-_LONG_LINE_SECONDS = 10.0  # of long work, which shows the time left
+_LONG_LINE_SECONDS = 10.0  # the same if the lines show the time left
 
 
 class Bar(Protocol):
     """A progress display. Any thread may call it.
 
-    The constructor shows nothing. So if start is interrupted, finish has a bar to remove.
+    The constructor shows nothing. If start is interrupted, finish therefore has a bar to remove.
     """
 
     def start(self) -> None: ...
@@ -172,7 +172,7 @@ class PrefillProgressBar:
                     self._bar.update(done)
             self.finish()
             return
-        if not done:  # `begin` has said so
+        if not done:  # `begin` shows 0
             return
         self._show(total)
         with self._lock:

@@ -46,7 +46,7 @@ def plan_answer(
             raise refused(
                 "tool_choice", f"A forced tool_choice and {body.grammar_field} exclude each other."
             )
-        structure = None  # it is the form of texts, and a forced call is none
+        structure = None  # response_format describes text, and a forced call is not text
     whole = forced or structure
     tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
     calls = model.tool_format if tools and not forced else None
@@ -100,10 +100,10 @@ def _forced(body: ChatRequest) -> Grammar | None:
 def _may_think(
     parser: type[ReasoningParser], prompt: str, body: ChatRequest, *, begun: bool
 ) -> bool:
-    """False if a grammar must begin at once.
+    """May reasoning precede the grammar? If the prompt has begun reasoning, it may.
 
-    The prompt has closed the reasoning, or the answer continues a message without open reasoning,
-    or the request wants reasoning within the content and the prompt has not begun any.
+    Otherwise it may not in three cases. The prompt has closed the reasoning, the answer continues a
+    message, or the request wants reasoning within the content.
     """
     return begun or not (
         prompt.rstrip().endswith(parser.end)
@@ -140,6 +140,6 @@ def _limit(
 
 
 def _token_of(tokenizer: Tokenizer, tag: str) -> int | None:
-    """Returns the token that a tag is; None if it has several."""
+    """Returns a tag's token id; None if the tag is several tokens."""
     ids = tokenizer.encode(tag, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None

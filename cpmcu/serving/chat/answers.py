@@ -34,7 +34,7 @@ class AnswerParser:
     """Splits the text of one choice, which arrives in pieces of any size.
 
     Some models call a tool without ending their reasoning. If an answer ends within its reasoning,
-    right after a call, the call counts too. The notation of calls must have a first tag.
+    right after a call, the call counts too. This needs a notation whose calls have a first tag.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
 
 
 def _latencies(timings: Timings) -> dict[str, float]:
-    """Times of a choice with vLLM's names, all without the queue but `queue_time_ms`.
+    """Times of a choice with vLLM's names. Only `queue_time_ms` includes time in the queue.
 
-    `mean_itl_ms` is there only if there was a second token.
+    `mean_itl_ms` is present only if there was a second token.
     """
     later = timings.output_tokens - 1
     total = timings.prefill_s + timings.decode_s

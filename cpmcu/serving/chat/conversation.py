@@ -65,8 +65,8 @@ def checked(
 def without_billing_header(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The messages without a billing header, which some clients put before the system's text.
 
-    It is the first line of the first system message, and differs in each request. A text part that
-    has nothing else is left out, too.
+    The header is the first line of the first system message, and differs in each request. A text
+    part that holds only the header is left out, too.
     """
     found = list(messages)
     at = next((i for i, message in enumerate(found) if message.role == "system"), None)
@@ -132,7 +132,7 @@ def render(
                 raise
             as_text = [message.to_template(arguments_as_text=True) for message in messages]
             with contextlib.suppress(ChatTemplateError):
-                return rendered(as_text)  # some templates add the text of arguments to others
+                return rendered(as_text)  # some templates concatenate arguments as text
             if not _wrap_texts(plain):
                 raise
             return rendered(plain)
@@ -145,10 +145,11 @@ def with_known_roles(
 ) -> list[dict[str, Any]]:
     """The messages with roles that the template knows; the rule of every interface.
 
-    * A developer is the system if the template does not know developers.
-    * System messages at the beginning become one, and the user's if the template leaves them out.
-    * Later ones keep their place if the template allows that. Else they become the user's, and
-      join the user's messages beside them, since strict templates want turns.
+    * If the template does not know developers, their messages become system messages.
+    * System messages at the beginning are merged into one. If the template leaves system messages
+      out, it becomes a user message.
+    * Later system messages keep their place if the template allows them there. Otherwise they
+      become user messages, and merge with adjacent user messages: strict templates want turns.
     """
     roles = [message["role"] for message in messages]
     if "developer" in roles and not template.knows_role("developer"):
@@ -183,10 +184,10 @@ def _one(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _wrap_texts(messages: Sequence[dict[str, Any]]) -> bool:
-    """Makes an object of arguments that are a text. False: there are none.
+    """Wraps arguments that are a text in an object. Returns False if there are none.
 
-    The arguments of a call that was cut off are no JSON. Templates that list each argument refuse
-    them, and the conversation could not go on.
+    The arguments of a call that was cut off are not JSON. Templates that list each argument refuse
+    a text, so the conversation could not go on.
     """
     functions = [call["function"] for each in messages for call in each.get("tool_calls", [])]
     texts = [function for function in functions if not isinstance(function["arguments"], dict)]

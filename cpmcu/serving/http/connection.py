@@ -83,8 +83,8 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
 class OneLength:
     """ASGI middleware: closes the connection behind a request that states its length twice.
 
-    A proxy may have read Content-Length where this server reads Transfer-Encoding, so what follows
-    may not be a request (RFC 9112, section 6.1).
+    This server uses Transfer-Encoding, but a proxy may have used Content-Length. The bytes after
+    the request may therefore not be a request (RFC 9112, section 6.1).
     """
 
     def __init__(self, app: ASGIApp) -> None:

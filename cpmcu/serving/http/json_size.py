@@ -16,7 +16,7 @@ _TEXT = re.compile(b'"' + _REST.pattern, re.DOTALL)
 class ValueCounter:
     """Counts the values of JSON that arrives in pieces.
 
-    `parts`: lists, objects and members. Parsing one takes several times as long as another value.
+    `parts`: lists, objects and members. Parsing a part takes several times as long as a scalar.
     """
 
     def __init__(self) -> None:

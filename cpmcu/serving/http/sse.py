@@ -48,9 +48,9 @@ def event(value: Any) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """How an interface ends a stream: `failed` returns the events of an error; `last` follows.
+    """How an interface ends a stream. `failed` returns the events of an error.
 
-    `ping` is sent during silence.
+    `last` ends every stream. `ping` is sent if there is no event for some time.
     """
 
     failed: Callable[[ApiError], bytes]

@@ -35,8 +35,8 @@ _BLOCKS: dict[str, type[OutputBlock]] = {
 class BlockWriter:
     """Converts the parts of an answer to events that start, extend and stop content blocks.
 
-    A block ends where one of another type begins. The input of a call is sent once it is complete;
-    that of a tool in `eager` as it comes, so it may turn out not to be JSON.
+    A block ends where one of another type begins. The input of a call is sent once it is complete.
+    For a tool in `eager`, it is sent as it comes, and may turn out not to be JSON.
     """
 
     def __init__(

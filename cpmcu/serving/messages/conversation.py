@@ -129,7 +129,7 @@ def _tool(tool: InputTool, path: str) -> Tool:
         )
     if tool.input_schema is None:
         raise _invalid(f"{path}.input_schema", f"{path}.input_schema is missing.")
-    # Nothing else: a cache_control, which moves from request to request, would change the prompt.
+    # No other members: cache_control moves from request to request, and would change the prompt.
     function = FunctionSpec(
         name=tool.name, description=tool.description, parameters=tool.input_schema
     )

@@ -1,1 +1,1 @@
-"""Requests and responses of the HTTP interface, as pydantic models; pydantic is used only here."""
+"""Requests and responses of the HTTP interface. All pydantic models are in this package."""

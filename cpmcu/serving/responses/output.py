@@ -114,7 +114,7 @@ class ResponseOutput:
             end = spans[-1][1]
         sought = text.encode()
         begin = b"".join(bytes(score["bytes"]) for score in self._scores).rfind(sought)
-        if begin < 0:  # it has half a character, which ends the output
+        if begin < 0:  # not found: half a character at the end became U+FFFD
             taken, self._scores = self._scores, []
             return taken
         until = begin + len(sought)

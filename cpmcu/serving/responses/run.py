@@ -86,7 +86,7 @@ class ResponseRun:
         return Response(encoded(self.response()), media_type="application/json")
 
     def start_in_background(self) -> None:
-        """Starts the response, which ends without a client."""
+        """Starts the response, which runs to its end without a client."""
         self.generation.start()
         self._task = asyncio.create_task(self._run())
 
@@ -119,7 +119,7 @@ class ResponseRun:
         return self._bytes({"type": "response.failed", "response": self.response()})
 
     def end(self) -> None:
-        """Ends the response if it has not ended: nobody waits for it any more."""
+        """Ends the response, if it has not ended, because no client waits for it any more."""
         if self._ended:
             return
         self._ended = True

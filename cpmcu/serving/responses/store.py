@@ -54,9 +54,9 @@ class Stored:
 
 
 class ResponseStore:
-    """The last `limit` ended responses, and those that run. 0: none are kept.
+    """The last `limit` ended responses, and those that run.
 
-    A response that is much larger than others takes the place of several.
+    The text of all ended responses is limited, so a very large one displaces several others.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,8 +1,8 @@
 """Base of tool parsers: reads a text that arrives in pieces, and collects content and calls.
 
-A parser is a generator. It calls the methods below with `yield from`, and each of them waits for
-more text where the text so far does not decide. So a parser reads like one of a whole text, and its
-result does not depend on how the text is divided.
+A parser is a generator. It calls the methods below with `yield from`. If the text so far does not
+decide a method's result, the method waits for more text. A parser is therefore written as if it had
+the whole text, and its result does not depend on how the text is divided.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ToolParser(abc.ABC):
         """Parses an answer. The text after its return is content."""
 
     def begins(self) -> tuple[str, ...]:
-        """The texts with which a call begins. Without any, an answer with a form has no calls."""
+        """The texts with which a call begins. Without any, a request's grammar excludes calls."""
         return (self.first_tag,) if self.first_tag else ()
 
     @property
@@ -203,9 +203,10 @@ class ToolParser(abc.ABC):
     def json_rest(
         self, into: Callable[[str], None], stop: str | None, *, depth: int = 0
     ) -> Steps[bool]:
-        """Reads JSON in `depth` open brackets, up to the bracket that closes them, into `into`.
+        """Passes JSON to `into`, up to the bracket that closes the outermost one.
 
-        False: the text ended, or `stop` was found outside a string; `stop` stays.
+        `depth`: brackets that are open already. Returns False if the text ends first, or at `stop`
+        outside a string. `stop` is left for the next method.
         """
         plain = re.compile(f'[^"{{}}\\[\\]{re.escape(stop[0]) if stop else ""}]*')
         in_string = False

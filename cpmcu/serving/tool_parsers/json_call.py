@@ -12,7 +12,7 @@ _KEYS = ("arguments", "parameters")
 
 
 class JsonCallParser(ToolParser):
-    """A parser of a notation with such objects."""
+    """Base of the parsers whose notation has such objects."""
 
     bare = False  # an object without arguments is a call
     known_only = False  # an object that names no tool of the request is not a call
@@ -52,8 +52,8 @@ class JsonCallParser(ToolParser):
     def json_list(self, opening: str, stop: str | None) -> Steps[bool]:
         """Reads objects with commas between them, and a bracket after them.
 
-        `opening` is the text before the first object. If that object is no call, the opening is
-        content. False: an object was no call. It is content.
+        Returns False at an object that is not a call: its text becomes content. `opening` is the
+        text before the first object, and becomes content with that object.
         """
         while True:
             opening += yield from self.space()

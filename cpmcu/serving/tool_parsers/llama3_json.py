@@ -21,7 +21,7 @@ class Llama3JsonParser(JsonCallParser):
     known_only = True
 
     def begins(self) -> tuple[str, ...]:
-        """The first members of calls: an answer with a form may begin with a bracket, too."""
+        """The first member of each call: text under a grammar may also begin with a bracket."""
         return tuple(f'{{"name": {strict_json.write(name)}, ' for name in self.tools)
 
     def parse(self) -> Steps[None]:

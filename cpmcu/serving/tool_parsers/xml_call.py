@@ -10,7 +10,7 @@ from cpmcu.serving.tool_parsers.xml_values import to_json, types_of
 
 
 class XmlCallParser(ToolParser):
-    """A parser of a notation with an element for each parameter."""
+    """Base of the parsers whose notation has an element for each parameter."""
 
     def call(self, function: str) -> Steps[None]:
         """Reads the parameters of `function` and its end tag."""

@@ -25,8 +25,8 @@ def types_of(tools: Tools, function: str, parameter: str) -> set[str]:
 def to_json(text: str, types: set[str]) -> str:
     """Returns the JSON of a parameter's text.
 
-    A value of another type than a string is JSON or a Python literal. If its type is not among
-    `types`, the text is a string where `types` allow one. Text that is neither is a string too.
+    Text that is JSON or a Python literal becomes that value. If `types` exclude the value's type
+    but allow a string, the text is a string. Text that is neither JSON nor Python is a string, too.
     """
     found = _plain(text.strip())
     if found is not None and (not types or _type(found[0]) & types or "string" not in types):
