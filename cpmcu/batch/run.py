@@ -1,7 +1,7 @@
 """Runs a batch file: submits requests ahead, and writes each result as soon as it is complete.
 
-A line that cannot be read, or whose request is refused or fails, gets a sentence with its number
-and no result. So another run with the same files tries it again, and nothing else.
+If a line cannot be read, or its request is refused or fails, a message states the line's number and
+no result is written. So another run with the same files tries only such lines again.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class BatchRun:
         self._display.error(f"line {number}: {sentence(error)}")
 
     def _close(self, output: Path | None) -> None:
-        """Aborts what is open, as after Ctrl-C."""
+        """Aborts open requests, as after Ctrl-C."""
         for job in self._open:
             for request in job.requests:
                 request.cancel()

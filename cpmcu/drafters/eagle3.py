@@ -168,7 +168,7 @@ def _aux_hidden_layers(config: Mapping[str, Any], target: TargetModel) -> list[i
             f"{kind}: {_LAYER_IDS} is {shown(layers)}, expected layers of the target, 0 to "
             f"{num_layers - 1}"
         )
-    # In eagle_config, some trainers write the default as the layers whose outputs are used.
+    # In eagle_config, some trainers write the default layers by their outputs: each id is one less.
     if stated is nested and layers == [layer - 1 for layer in default]:
         logger.info(
             "eagle_config: %s is %s, taken as outputs of layers: inputs of %s",

@@ -90,7 +90,7 @@ def _check_options(
 ) -> None:
     """Raises ValueError for an option that neither the drafter nor an addition has."""
     accepted = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    for addition in additions():  # without effect, as in FastDeploy's configurations
+    for addition in additions():  # they may have no effect, as in FastDeploy's configurations
         fields = dataclasses.fields(addition)
         accepted |= {field.name for field in fields if not field.metadata["fixes_shape"]}
     for name, value in speculation.options.items():
@@ -121,7 +121,7 @@ def _files_of(directory: Path, target: TargetModel) -> DraftFiles | None:
 
 
 def _own_head(directory: Path, target: TargetModel, speculation: SpeculativeConfig) -> str | None:
-    """The method of a draft head in the target's checkpoint. Warns if there is one without use."""
+    """The method of a draft head in the target's checkpoint. Warns if it cannot be used."""
     files = _files_of(directory, target)
     if files is None:
         return None

@@ -1,7 +1,7 @@
 """A small language model that an EAGLE head of its own drafts.
 
-The draft of the target is what speculative steps of the small model emit: a chain. `model` names
-the small model and `draft_model` its head, which is an ordinary draft of the small model.
+The target's draft is a chain: the tokens that speculative steps of the small model emit. `model`
+names the small model and `draft_model` its head, which is an ordinary draft of the small model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cpmcu.shipped import shipped_draft
 HEAD_SHAPE = TreeShape(depth=3, topk=4, tree_size=12)  # of the trees that the head drafts
 HEAD_KINDS = ("eagle", "eagle3")
 HEAD_SCOPE = "draft.head."  # begins the engine's names of the head's tensors
-TOKENS_PER_STEP = 2  # that a step of the small model is expected to emit
+TOKENS_PER_STEP = 2  # tokens that a step of the small model is expected to emit
 
 
 @register_drafter("hierarchical")
@@ -90,9 +90,10 @@ def _head_of(
 
 
 def _tokens_per_step(speculation: SpeculativeConfig) -> int:
-    """The fewest tokens of a step with which all passes of the draft model suffice.
+    """The tokens that each inner step must draft so that the chain is complete.
 
-    The first pass drafts one token. Raises ValueError if other tokens have no pass.
+    `num_model_steps` gives the passes of the draft model. The first pass drafts one token. Raises
+    ValueError if no pass is left for the other tokens.
     """
     given = speculation.of(HierarchicalOptions)
     passes = given.num_model_steps

@@ -6,8 +6,9 @@ Qwen3-Next and Qwen3.5 have one module (other names: mtp_layouts.py):
     hidden = mtp.norm(one gated attention layer(x)); logits = the target's lm_head of hidden
 
 The hidden state is the target's after its final norm. The embedding table and lm_head are the
-target's. A single module runs once for each drafted token, then with its own hidden states. Of
-several modules, each drafts one token (csrc/speculative/drafters/mtp_modules.cpp).
+target's. A single module runs once for each drafted token; after the first one, it reads its own
+hidden states. Of several modules, each drafts one token
+(csrc/speculative/drafters/mtp_modules.cpp).
 """
 
 from __future__ import annotations

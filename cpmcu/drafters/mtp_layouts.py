@@ -30,7 +30,7 @@ _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of modules are, and what they are called."""
+    """The names of the tensors of modules."""
 
     prefix: re.Pattern[str]  # its group is the number of the module
     first: int  # that number of module 0

@@ -1,4 +1,4 @@
-"""Completes the plan of a draft: its shape, and of a network window, rows and bits of its head."""
+"""Completes the plan of a draft: its shape; for a network the window and the head's rows, bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def complete(
     *,
     is_part: bool = False,
 ) -> DraftPlan:
-    """The plan with all that the drafter left open. Its parts have its shape.
+    """The plan with every field that the drafter left open. Its parts have its shape.
 
     `is_part`: an addition will limit the length of paths.
 

@@ -108,7 +108,7 @@ class Drafter(Protocol):
 
 
 class Addition(Protocol):
-    """What options add to the drafts of any drafter (fill)."""
+    """An addition to the drafts of any drafter, asked for by options (fill)."""
 
     def is_given(self, speculation: SpeculativeConfig) -> bool:
         """Do the options ask for it?"""

@@ -13,8 +13,8 @@ Words = npt.NDArray[np.uint32]
 class BadWords:
     """Masks out the last token of a word where the output ends with its other tokens.
 
-    `words`: tokens of each word, two at least; a word of one token needs no mask but a bias. Format
-    of a mask: see cpmcu/engine/grammar.py.
+    `words`: tokens of each word, two at least. A word of one token gets a logit bias, not a mask.
+    Format of a mask: see cpmcu/engine/grammar.py.
     """
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -35,8 +35,9 @@ class BadWords:
     ) -> dict[int, Words]:
         """Node -> mask of the tokens that may follow it, for a tree drafted behind `output`.
 
-        Node 0 is the last token of `output`. `others`: masks of other rules, which win if a word
-        leaves no token. `unmasked` False: a node without a mask there gets none.
+        Node 0 is the last token of `output`. `others`: masks of other rules. If a word would
+        leave no token, these masks win. If not `unmasked`, a node without a mask in `others` gets
+        none.
         """
         masks = dict(others)
         paths: list[tuple[int, ...]] = []

@@ -3,8 +3,8 @@
 A step may draft with the engine's whole shape, with a smaller shape, or not at all (a plain step).
 The best shape depends on the text, the draft, the machine and the number of sequences. So the
 chooser times steps, counts tokens and tries shapes, small ones first. A *budget*, counted in plain
-steps, pays for the time that trials lose. It starts with a few plain steps, earns a small share of
-all time and of the time that drafting saves, and is limited to a few. In the first 100 tokens a
+steps, pays for the time that trials lose. It starts with a few plain steps, and earns a small share
+of all time and of the time that drafting saves. A maximum limits it. In the first 100 tokens a
 useless draft costs START_BUDGET + 100 TIME_SHARE plain steps, plus the time by which trials exceed
 their prediction.
 
@@ -21,34 +21,34 @@ from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_times import StepTimes
 
 START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
-TIME_SHARE = 0.007  # of all time, that trials may lose
-GAIN_SHARE = 0.5  # of what drafting gains over plain steps
-TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
-PAUSE = 2  # steps between trials, in which the last one is observed
-MARGIN = 1.05  # by which a trial must promise to be faster
-REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
-PLAIN_REVIEW = 12  # plain steps: they are the shortest
-RETRIED = 500  # steps after which a shape is tried again without a promise
-# Most samples are dropped after this loss against plain decoding, in plain steps. If drafting adds
-# more than a plain step to a step, the loss is counted in what it adds.
+TIME_SHARE = 0.007  # of all time, which the budget earns
+GAIN_SHARE = 0.5  # of the time that drafting saves, which the budget earns
+TRIAL = 3  # steps of a trial, since right after plain steps fewer drafted tokens are accepted
+PAUSE = 2  # steps after a trial, until its results are known
+MARGIN = 1.05  # factor on tokens a second that a trial must promise
+REVIEW = 4  # drafted steps of a plan, since making a plan takes as long as some kernels
+PLAIN_REVIEW = 12  # the same for plain steps, which are the shortest
+RETRIED = 500  # steps after which a shape is tried again, even if it promises nothing
+# Loss against plain decoding, in plain steps, after which most samples are dropped. If drafting
+# adds more than one plain step to a step, the limit is multiplied by the added plain steps.
 LOST_STEPS = 3.0
-KEPT = 0.5  # weight of all earlier samples then
+KEPT = 0.5  # samples that all earlier ones count as, then
 NEW_TEXT = 3  # samples that older texts count as
-HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
-_LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
+HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that cannot exceed it never pays
+_LONGEST = 10.0  # plain steps; the rest of a longer step's time has other causes
 
 
 @dataclasses.dataclass(slots=True)
 class _Plan:
-    """What the next steps do."""
+    """The shapes of the next steps."""
 
     num_seqs: int
     plain: float  # seconds of a plain step
     best: Shape
-    rate: float  # tokens a second that are expected of it
-    trial: Shape | None = None  # what comes first, if anything is to be tried
+    rate: float  # tokens a second that `best` is expected to have
+    trial: Shape | None = None  # a shape to try before `best`
     trial_steps: int = 0
-    left: int = 0  # steps
+    left: int = 0  # steps until the next plan
 
 
 class ShapeChooser:
@@ -66,7 +66,7 @@ class ShapeChooser:
         self._pause = 0
         self._gained = 0.0  # plain steps, by drafting since plain steps were the best
         self._lost = 0.0  # plain steps, by drafting where it was thought to be the best
-        self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost them
+        self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost this time
 
     def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None:
         """Records the time of a warm-up step.
@@ -78,7 +78,7 @@ class ShapeChooser:
     def may_pay(self, num_seqs: int, shape: Shape | None = None) -> bool:
         """Could the shape beat the plain step if every drafted token were accepted?
 
-        None: could any? True until a draft has been timed.
+        `shape` None: could any shape? True until a draft has been timed.
         """
         plain = self._times.plain(num_seqs)
         if plain is None:
@@ -139,9 +139,9 @@ class ShapeChooser:
             self._plan.left = 0
 
     def _gives_up(self, shape: Shape, cost: float, emitted: Sequence[int]) -> bool:
-        """Returns whether the best shapes lost so much time that the text has changed.
+        """Has drafting with the best shapes lost so much time that the text must have changed?
 
-        Then forgets most of it. `cost`: of the step, in plain steps.
+        If so, forgets most samples. `cost`: time of the step, in plain steps.
         """
         gain = sum(emitted) / len(emitted) - cost
         self._gained += gain

@@ -14,11 +14,11 @@ from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
 WINDOW = 96  # samples that a rate remembers
 FADING = 0.995  # factor on the weight of earlier samples, per step
-HOPE_FADING = 0.985  # the same for hope, since the last sample
+HOPE_FADING = 0.985  # the same for `hoped`, since the last sample
 PRIOR = 1.5  # samples that the prior of a rate counts as
-RECOVERED = 2  # drafted steps after plain ones until the draft has seen enough tokens again
-AFTER_PLAIN = 0.25  # weight of the last of them; of the first one, its square
-HOPE = 2.0  # samples, all accepted, that hope adds
+RECOVERED = 2  # drafted steps after plain ones with less weight: the draft has missed tokens
+AFTER_PLAIN = 0.25  # weight of the last of these steps; the first one has its square
+HOPE = 2.0  # samples, all accepted, that `hoped` adds
 
 _CHAIN: Shape = PLAIN  # stands for the chains of all depths
 
@@ -91,7 +91,10 @@ class EmittedTokens:
     def _rates(
         self, shape: Shape, pooled: float, samples: float, fading: float, tries: int
     ) -> list[float]:
-        """The rate of each level. `tries`: of a tree that was never tried, at each level."""
+        """The rate of each level.
+
+        The prior of a tree's level: one of `tries` tokens is accepted, each at the chain's rate.
+        """
         rates = []
         above = pooled
         for level in range(shape[0]):

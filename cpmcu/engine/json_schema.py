@@ -1,4 +1,4 @@
-"""What llguidance does not find out about JSON schemas, and keywords that it refuses needlessly.
+"""Facts about JSON schemas that llguidance does not detect, and keywords that it need not refuse.
 
 A keyword that restricts nothing is left out: a `format` that is only an annotation,
 `uniqueItems: false`, a `$schema` with an unusual spelling. A `$ref` is encoded as a URI.

@@ -1,4 +1,4 @@
-"""Pages of sequences: what each has from the engine, the prefix cache and the swap space.
+"""Pages that sequences have in the engine, the prefix cache and the swap space.
 
 `Leases` is the only caller of the cache and of the swap space. A sequence has a `Lease` from the
 moment that it holds a slot: begin, reserve, sent, wrote, swap_out, swap_in, end.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What the cache has of the tokens of a request."""
+    """The cached part of a request's tokens."""
 
     tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
     prefix: Prefix
@@ -33,7 +33,7 @@ class Lease:
     __slots__ = ("_cache", "_engine", "_found", "_leases", "_request", "_swapped", "cached", "slot")
 
     def __init__(self, leases: Leases, request: Request, found: Found) -> None:
-        """Takes a slot that shares the cached pages. Raises what the engine does; nothing is held.
+        """Takes a slot that shares the cached pages. If the engine raises, nothing is held.
 
         `reserve` gives the slot its other pages.
         """
@@ -128,7 +128,7 @@ class Lease:
         self._engine.release(self.slot)
 
     def _end_prefix(self, num_read: int) -> None:
-        """The cache keeps what it may of a sequence that leaves its pages."""
+        """Lets the cache keep pages of a sequence that gives its pages up."""
         if self._found is not None:
             self._cache.end(self._found.prefix, self.slot, num_read, self._request)
         self._found = None
@@ -149,12 +149,12 @@ class Leases:
 
     @property
     def chunk_unit(self) -> int:
-        """Chunks of a prompt have whole units of so many tokens, except the last one."""
+        """Tokens of which a prompt's chunks have a multiple, except the last chunk."""
         whole_pages = self.cache.has_states and self.engine.chunk_length >= self.page_size
         return self.page_size if whole_pages else 1
 
     def look_up(self, request: Request) -> Found | None:
-        """What the cache has for a request. None: wait, since more will be cached soon.
+        """The cached part of a request's tokens. None: wait, since more will be cached soon.
 
         If prompt scores are requested, no page is reused.
         """
@@ -175,7 +175,7 @@ class Leases:
         return self.cache.num_new_pages(found.entries, len(found.tokens))
 
     def begin(self, request: Request, found: Found) -> Lease:
-        """A lease for a request. Raises what the engine does."""
+        """A lease for a request. Raises the errors of the engine."""
         request.lookup = None
         return Lease(self, request, found)
 
@@ -184,7 +184,7 @@ class Leases:
         return self.cache.tick(launched, collected)
 
     def wait(self, seconds: float) -> None:
-        """While no step runs: waits for the disk's reads, at most so long."""
+        """Waits up to `seconds` for reads of the disk. Call it only while no step runs."""
         self.cache.wait(seconds)
 
     def reset_cache(self) -> None:
@@ -196,5 +196,5 @@ class Leases:
         return self.cache.snapshot()
 
     def close(self) -> None:
-        """Writes what the disk is to keep, and frees the host memory."""
+        """Writes the pages that are not on disk yet, and frees the host memory."""
         self.cache.close()

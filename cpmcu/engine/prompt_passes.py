@@ -52,6 +52,6 @@ class PassTimes:
         """Tokens of a pass that takes about the limit."""
         if not self._recent:
             return UNTIMED
-        slowest = max(self._recent)  # a pass that ended before it was waited for seems too fast
+        slowest = max(self._recent)  # a pass seems too fast if it ended before the wait began
         tokens = int(self._limit / slowest) if slowest > 0 else UNTIMED
         return max(FEWEST, tokens // FEWEST * FEWEST)

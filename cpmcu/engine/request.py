@@ -77,7 +77,7 @@ class Request:
         self.cancelled = False
         self.cache_salt = cache_salt
         self.lookup: Prefix | None = None  # in the prefix cache, while it waits
-        self.cached_tokens: int | None = None  # prompt tokens that were cached when it began
+        self.cached_tokens: int | None = None  # prompt tokens that were cached when prefill began
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._stop_tokens = stop_tokens
@@ -123,7 +123,7 @@ class Request:
         if self._is_short:
             assert self._min_tokens is not None
             masks = self._min_tokens.masks(len(self.tokens), parents, masks)
-        free = self.grammar is None  # of a grammar, a node without a mask ends the output
+        free = self.grammar is None  # with a grammar, a node without a mask ends the output
         if self._thinking is not None:
             masks = self._thinking.masks(self.tokens, tokens, parents, masks or {}, unmasked=free)
         if self._bad_words is not None:
@@ -162,8 +162,8 @@ class Request:
         """Takes the tokens of a decode step or of the last prefill step.
 
         `drafted`: tokens of the longest path that the step verified; 0 if it drafted none.
-        `inner`: steps that the draft took itself, and their tokens. Tokens after the end of the
-        output are dropped.
+        `inner`: the draft's own (inner) steps, and their tokens. Tokens after the end of the output
+        are dropped.
         """
         if not tokens:
             return

@@ -72,8 +72,9 @@ class Runner:
 
         `prefill_seconds`: most time of a prefill pass while other sequences decode.
 
-        `draft_depth`: tokens of the longest drafted path; None: the engine's tokens of a step but
-        one. MTP modules compute more tokens again than a step emits.
+        `draft_depth`: tokens of the longest drafted path; None: `engine.tokens_per_step` - 1. With
+        MTP modules the path is shorter, since `tokens_per_step` also counts tokens that are
+        computed again.
         """
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
@@ -82,7 +83,7 @@ class Runner:
         self._leases = Leases(engine, page_size, cache or PageCache(engine, page_size))
         self._copies_run = False  # the leases must be called again soon
         self._cache_counters = self._leases.snapshot()
-        self._launched = self._taken = 0  # steps, and of these collected ones
+        self._launched = self._taken = 0  # numbers of steps: launched, collected
         self._scheduler = Scheduler(engine, self._leases, engine.tokens_per_step, prefill_seconds)
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
@@ -416,7 +417,7 @@ class Runner:
         self._engine = None
 
     def _close_memory(self) -> None:
-        """Frees the host memory, and writes what the disk is to keep."""
+        """Writes the pages that are not on disk yet, and frees the host memory."""
         try:
             if self._broken is None:
                 self._live.pages.wait_for_copies()

@@ -1,11 +1,11 @@
 """Schedules requests within the engine's slots and pages.
 
 Slots and pages are given in order of arrival. Only requests whose prefix is being computed are
-passed over. Prompts are read in chunks, and share passes (`prompt_passes.py`): a long prompt delays
-the first token of a shorter one by the passes in flight alone, which are two at most. Passes
-alternate with decode steps, and are short beside decoding sequences. So a long prompt does not
-stall them. A pass has no decode rows: decode steps have kernels of their own, so one pass with both
-would read the weights twice as well.
+passed over. Prompts are read in chunks and share passes (`prompt_passes.py`). A long prompt delays
+the first token of a shorter one by at most two passes, those in flight. Passes alternate with
+decode steps. While sequences decode, passes are short, so a long prompt does not stall these
+sequences. A pass has no decode rows. Their kernels differ from those of prompts, so a pass with
+both would read the weights twice, too.
 
 Pages are reserved ahead for the steps in flight. A mask of a grammar or of `min_tokens` depends on
 all earlier tokens. If a sequence is masked, a decode step with it therefore waits until no other
@@ -103,8 +103,8 @@ class Scheduler:
         self._prefill_next = True
         self._score_next = True
         self.waiting: deque[Request] = deque()
-        self.active: list[Sequence] = []  # in order of admission
-        self.swapped: deque[Sequence] = deque()  # likewise; older than all that wait
+        self.active: list[Sequence] = []  # in order of admission, the oldest first
+        self.swapped: deque[Sequence] = deque()  # likewise; older than all waiting requests
 
     @property
     def max_length(self) -> int:
@@ -202,7 +202,7 @@ class Scheduler:
                 sequence.request.end_scored()
                 self.release(sequence)
             return
-        if len(self.active) > 1:  # a drafter needs more pages than the tokens: wait for them
+        if len(self.active) > 1:  # the drafter's entries may need further pages: wait for them
             self.release(sequence)
             self.waiting.appendleft(sequence.request)
             self._full = True

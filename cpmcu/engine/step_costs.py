@@ -1,8 +1,9 @@
-"""A model of step times, fitted to measured ones: what a step adds to the time of a plain step.
+"""A model of step times, fitted to measured ones: the time that a step adds to a plain step.
 
-Three costs, none negative: of a drafted level, of a level's rows in a tree, and of a verified row.
-The first one grows with sequences as plain steps do: hardly on a GPU, in proportion on a CPU. The
-other two grow with the number of rows.
+There are three costs, none negative: of a drafted level, of a tree's level (chains have none), and
+of a verified row. The first is a share of a plain step, so it grows with the number of sequences
+as plain steps do: hardly on a GPU, in proportion on a CPU. The other two are multiplied by that
+number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Measured:
 def fit(points: Sequence[Measured], num_seqs: int) -> list[float] | None:
     """The three costs; None if too few shapes were measured.
 
-    Relative errors count. Those at about `num_seqs` sequences count most.
+    Errors are relative. Points at about `num_seqs` sequences have the largest weight.
     """
     if len({point.shape for point in points}) < FEWEST:
         return None
@@ -59,7 +60,7 @@ def _features(shape: Shape, num_seqs: int, plain: float) -> tuple[float, float, 
 def _descend(matrix: list[list[float]], vector: list[float]) -> list[float]:
     """Least squares without negative values.
 
-    The first value goes first, so it gets what the points do not tell apart.
+    The first value is fitted first. So it gets the time that the points cannot assign to one value.
     """
     values = [0.0] * len(vector)
     for _ in range(_SWEEPS):

@@ -20,12 +20,12 @@ RECENT = 12  # steps that are remembered
 TRUSTED = 3
 FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8  # plain steps before anything is drafted
 AGREEING = 1.15  # two times of a new shape, slower over faster, at most
-DOUBTED = 8  # with fewer plain steps, a plain step may be faster than any of them
+DOUBTED = 8  # with fewer timed plain steps, the lower bound is below the fastest of them
 DOUBT = 0.6  # by this factor
-OLD, STALE = 32, 2000  # steps after which a time is doubted, and hardly counts
+OLD, STALE = 32, 2000  # steps after which a time is doubted, then hardly counts
 FIT_LOW, FIT_HIGH = 0.75, 1.15  # bounds of fitted extra times
 REFIT = 64  # steps after which times are fitted again
-LEAST_EXTRA = 0.15  # of a plain step, that upper bounds are made of
+LEAST_EXTRA = 0.15  # of a plain step: least extra time from which a longer one is predicted
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,12 +33,12 @@ class _Times:
     recent: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
     least: float = 0.0
     typical: float = 0.0
-    last: int = 0  # step
-    plain: float = 0.0  # seconds of a plain step by then
+    last: int = 0  # number of the step that was added last
+    plain: float = 0.0  # seconds of a plain step at that time
     trusted: bool = False
 
     def add(self, seconds: float, step: int, *, plain: bool) -> None:
-        # A new shape becomes faster. If the last step is the slowest, that was another process.
+        # The first steps of a shape become faster. If the last one is slow, another process ran.
         steps, slow = len(self.recent) + 1, seconds > AGREEING * self.least
         self.trusted |= steps > TRUSTED or (steps == TRUSTED and not slow)
         self.recent.append(seconds)
@@ -182,5 +182,5 @@ class StepTimes:
 
 
 def _size(shape: Shape) -> int:
-    """Passes of the draft and rows of the target: what makes a step longer."""
+    """A measure of a step's time: passes of the draft and rows of the target."""
     return 4 * shape[0] + shape[1]

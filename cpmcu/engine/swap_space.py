@@ -1,8 +1,8 @@
-"""Host memory for preempted sequences: they go on later with the same bits.
+"""Host memory for preempted sequences, so that they go on later with the same bits.
 
 A swapped sequence keeps its slot, so its per-slot tensors stay on the device. Its pages go to host
-memory, and their device pages serve others. On a GPU, computing the pages again would be slower,
-and last bits could differ: prefill and decode steps have different kernels.
+memory, and their device pages serve others. On a GPU, computing the pages again would be slower.
+Their last bits could differ, too, since prefill and decode steps have different kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SwapSpace:
     """Pages of swapped sequences. Used by the engine thread only."""
 
     def __init__(self, engine: C.Engine, hosts: Sequence[HostTier]) -> None:
-        """`hosts`: blocks of a page of each group. If all limits are 0, nothing is swapped."""
+        """`hosts`: for the pages of each group. If all limits are 0, nothing is swapped."""
         self._engine = engine
         self._hosts = hosts
 

@@ -55,8 +55,8 @@ class ThinkingBudget:
     ) -> dict[int, Words]:
         """Node -> mask of the tokens that may follow it, for a tree drafted behind `output`.
 
-        Node 0 is the last token of `output`. `others`: masks of other rules, which win if they
-        forbid the end tag. `unmasked` False: a node without a mask there gets none.
+        Node 0 is the last token of `output`. `others`: masks of other rules. If they forbid
+        the end tag, they win. If not `unmasked`, a node without a mask in `others` gets none.
         """
         masks = dict(others)
         paths: list[list[int]] = []
@@ -81,7 +81,7 @@ class ThinkingBudget:
         return masks
 
     def _after(self, state: State, path: Sequence[int]) -> State:
-        """State after `path`, from the one after all but its last token."""
+        """State after `path`. `state`: the state after all but its last token."""
         start, over = state
         if over:
             return state

@@ -1,9 +1,9 @@
 """Runs the first steps of an engine on a hidden sequence, before the first request.
 
-First steps are slow: weights are touched, kernels are loaded, graphs are captured. So no request
-has to wait for them. Their times also tell the chooser of shapes what each draft costs on this
-machine: plain steps and the smallest draft are timed first, then every draft that could pay. If no
-draft can pay, no draft is tried, and the draft does not process prompts.
+First steps are slow: weights are touched, kernels are loaded, graphs are captured. If they run
+here, no request has to wait for them. Their times also tell the chooser of shapes what each draft
+costs on this machine. Plain steps and the smallest draft are timed first, then every draft that
+could pay. If no draft can pay, no draft is tried, and the draft does not process prompts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PROMPT = [0, 0]  # tokens that every vocabulary has
 COLD, WARM = 3, 3  # plain steps before and after the drafted ones
 DRAFTED = 3  # as many as make a time trusted
 FIXED = 2  # steps of an engine that has no choice of shapes
-LIMIT = 0.05  # seconds after which none of these steps is begun
-DRAFTS_LIMIT = 0.25  # seconds for the other drafts
+LIMIT = 0.05  # seconds for the steps above
+DRAFTS_LIMIT = 0.25  # seconds for the steps of the larger drafts
 
 
 def warm_up(

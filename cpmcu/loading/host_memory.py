@@ -21,7 +21,7 @@ def swap_bytes(gigabytes: float | None, *, is_cuda: bool) -> int:
 def _bytes(gigabytes: float | None, default: int, *, is_cuda: bool) -> int:
     if gigabytes is not None:
         return int(gigabytes * 1e9)
-    if not is_cuda:  # pages lie in host memory already
+    if not is_cuda:  # the engine's pages are in host memory already
         return 0
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(default, free // 4)

@@ -54,7 +54,7 @@ _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep gr
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How modules are stored: a kind of files and the settings of integer weights."""
+    """How modules are stored: the format, and the settings of integer weights."""
 
     format: str
     bits: int = 8

@@ -75,7 +75,7 @@ class CpmcuMarlin:
 def _stack_halves(
     hidden_size: Any, tensors: Mapping[str, TensorMeta], group_size: int
 ) -> list[Repack]:
-    """Stacks the two halves of an EAGLE head's fc along K, whose tiles are the rows."""
+    """Stacks the two halves of an EAGLE head's fc along K. A row of the file is a tile of 16 k."""
     name = next((name for name in ("fc", "model.fc") if name + ".qweight" in tensors), None)
     if name is None or 16 * tensors[name + ".qweight"].shape[0] != hidden_size:
         return []

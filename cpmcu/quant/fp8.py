@@ -1,7 +1,7 @@
 """FP8 weights (e4m3) with their scales, from any tool: w = e4m3 * scale, activations in 16 bits.
 
 Each linear layer has `weight` float8_e4m3fn [N, K], and `weight_scale_inv` or `weight_scale`: one
-for 128 x 128 numbers, for a row, or for the matrix. The tensors tell which. `weight_scale_inv`
+for 128 x 128 numbers, for a row, or for the matrix. Their shape tells which. `weight_scale_inv`
 multiplies too; its name is historic. Scales of activations (`input_scale`) are not used.
 """
 

@@ -52,7 +52,7 @@ class Gguf:
 
 
 def _k_quant_parts(tensors: Mapping[str, TensorMeta], modules: Collection[str]) -> list[Part]:
-    """Formats of csrc/linear/k_quant_tensors.cpp, which the tensors tell."""
+    """Parts with formats of csrc/linear/k_quant_tensors.cpp, which follow from the tensors."""
     by_format: dict[str, list[str]] = {}
     for module in sorted(modules):
         is_4, has_min = (f"{module}.{name}" in tensors for name in ("weight_packed", "weight_min"))

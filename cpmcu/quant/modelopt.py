@@ -1,8 +1,8 @@
-"""ModelOpt: FP8, NVFP4, MXFP4 and MXFP8, one for all layers or each layer its own.
+"""ModelOpt: FP8, NVFP4, MXFP4 and MXFP8, one for all layers or one for each.
 
 The algorithm is `quant_algo` of config.json or hf_quant_config.json. MiniMax's files of MXFP8 have
-the same tensors. The tensors tell which modules
-have which form: `weight` is e4m3, or uint8 with two codes of 4 bits.
+the same tensors. The form of a module follows from its tensors: `weight` is e4m3, or uint8 with two
+codes of 4 bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What the bindings of memory plans share.
+// Code that several bindings of memory plans use.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -192,7 +192,7 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
   // The last token of a sequence needs no KV entry (+ 1). Prefill emits the first token (- 1).
   const int room = max_tokens_ - static_cast<int>(ids.size()) + 1;
   SlotStop stop{.max_tokens = std::min(sampling.max_tokens, room) - 1};
-  for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
+  for (int id : sampling.stop_ids) {  // beyond kMaxStopIds only the host checks
     if (stop.num_stop_ids < kMaxStopIds) stop.stop_ids[stop.num_stop_ids++] = id;
   }
   step_.reset(ctx_, slot, stop, {ids.begin(), ids.begin() + cached.num_tokens});

@@ -23,8 +23,9 @@
 
 namespace cpmcu {
 
-// The cached prefix of a sequence: whole pages. `pages` are those that the sequence shares, of each
-// group of layers: of group 0 the first ones, of others those that a token behind the prefix reads.
+// The cached prefix of a sequence: whole pages, which the sequence shares. `pages` has one item for
+// each group of layers. In group 0 the item has all pages of the prefix, in other groups those
+// that a token behind the prefix reads.
 struct CachedPrefix {
   std::vector<HeldPages> pages{};
   int num_tokens = 0;
@@ -41,11 +42,11 @@ class Engine {
     std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
     int num_logprobs = -1;
     bool finished = false;  // the device ended the sequence
-    InnerCounts inner{};    // steps that the draft took itself
+    InnerCounts inner{};    // of the draft's own speculative steps
   };
   using DraftedTree = SpeculativeStep::DraftedTree;
 
-  // Plans and allocates all memory. Throws Error(kMemory) that says what does not fit.
+  // Plans and allocates all memory. If it does not fit, throws Error(kMemory) with the sizes.
   // Without `draft`, decode steps are plain.
   Engine(const ModelSpec& spec, const RuntimeConfig& config,
          const std::optional<DrafterSpec>& draft = std::nullopt);
@@ -80,11 +81,12 @@ class Engine {
   // Grows the slot to hold `num_tokens`; false if too few pages are free. If only steps in flight
   // still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_tokens);
-  // The same in the groups of layers with a window: for the next step of the slot, which ends
-  // behind at most `num_tokens` tokens. Pages before the window are given back. A step calls it
-  // itself, and throws if too few pages are free.
+  // Takes the pages of the slot's next step in the groups of layers with a window. After the step,
+  // the slot has at most `num_tokens` tokens. Pages before the window are given back. Every step
+  // calls this function, and throws if too few pages are free.
   bool reserve_windows(int slot, int num_tokens);
-  // The pages of each group that these two calls lack, even after the steps in flight.
+  // The pages of each group that `reserve` (num_tokens) and `reserve_windows` (step_end) would
+  // lack, even after the steps in flight.
   std::vector<int> num_missing(int slot, int num_tokens, int step_end) const;
 
   // Owners and copies of pages. The prefix cache owns pages as slots do.
@@ -118,10 +120,10 @@ class Engine {
   const ModelSpec& spec() const { return spec_; }
   int max_model_len() const { return max_tokens_; }
   int chunk_length() const { return limits_.max_tokens; }
-  // Of group 0, which has a page for each 64 tokens of a sequence.
+  // Pages of group 0, without those of the idle slot. A page holds 64 tokens of a sequence.
   int num_pages() const { return states_.group(0).pool().num_pages() - num_idle_pages_; }
   int num_free_pages() const { return states_.group(0).pool().num_unowned(); }
-  // Most tokens that a decode step emits for a sequence.
+  // An upper bound of the tokens that a decode step emits for a sequence.
   int tokens_per_step() const { return step_.max_path(); }
   int num_rewritten() const { return step_.num_rewritten(); }
   // The shapes of `decode` among which each step may choose.
@@ -138,9 +140,9 @@ class Engine {
   struct Slot {
     bool used = false;
     bool has_root = false;    // its last prefill drew the token that decoding starts from
-    uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
+    uint64_t generation = 0;  // which sequence of the slot a step in flight has
     int num_logprobs = -1;
-    int num_shared = 0;        // tokens that were cached when it began
+    int num_shared = 0;        // tokens of the cached prefix
     int length = 0;            // tokens cached, as of the steps that were collected
     int in_flight_tokens = 0;  // most tokens that the steps in flight may add
   };
@@ -207,8 +209,8 @@ class Engine {
   MemoryPlan::Id last_rows_id_ = 0;
   Tensor last_rows_;  // [slots, H]: rows that draw a token
   std::vector<Slot> slots_;
-  std::vector<int> decode_slots_;                       // as they lie on the device
-  std::optional<SpeculativeStep::Batch> masked_batch_;  // of a step that waits for its masks
+  std::vector<int> decode_slots_;                       // the slots in device memory
+  std::optional<SpeculativeStep::Batch> masked_batch_;  // the open step; it waits for its masks
   std::vector<int> masked_slots_;
   std::deque<StepInFlight> in_flight_;
   int64_t num_waits_ = 0;

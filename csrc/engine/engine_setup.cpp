@@ -8,9 +8,9 @@
 namespace cpmcu {
 namespace {
 
-constexpr int kMaxTokens = 1 << 30;  // of a sequence, so that what is added to them stays an int
+constexpr int kMaxTokens = 1 << 30;  // of a sequence; sums with other counts stay in an int
 
-// Before anything is built from it.
+// The spec, checked before anything is built from it.
 const ModelSpec& checked(const ModelSpec& spec, const RuntimeConfig& config) {
   spec.check_validity(config.device == "cuda");
   return spec;
@@ -119,7 +119,8 @@ std::vector<PageDemand> Engine::page_demands() const {
                       .running = all,
                       .most = all};
     if (group.window() > 0) {
-      // The last entries of a sequence: of steps in flight, and of pages not published yet.
+      // The last entries of a sequence, which it holds in addition to the window: those of steps in
+      // flight, and of a page that is not published yet.
       const int recent =
           launch_ahead() * tokens_per_step() + lookahead + std::max(num_rewritten(), 1) + kPageSize;
       const int64_t window = std::min<int64_t>(sequence, group.most_pages(recent));

@@ -9,7 +9,7 @@ namespace cpmcu {
 
 namespace {
 
-// Records what `launches` enqueues and instantiates it.
+// Captures the launches that `launches` enqueues, and instantiates the graph.
 cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& launches) {
   cudaGraph_t graph = nullptr;
   CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

@@ -13,7 +13,7 @@ struct RuntimeConfig {
   std::string device = "cpu";  // "cpu", "cuda"
   int device_index = 0;
   double memory_limit = 0.9;  // share of the memory that is free at start
-  int chunk_length = 2048;    // rows of one prefill step
+  int chunk_length = 2048;    // tokens of one prefill step
   int max_num_seqs = 8;       // sequence slots, up to kMaxSeqs
   int max_model_len = 0;      // tokens of one sequence; 0: max_position_embeddings, or what fits
   bool cuda_graph = true;

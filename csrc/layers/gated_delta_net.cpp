@@ -173,8 +173,8 @@ class GatedDeltaNetBlock : public Block {
   }
 
  private:
-  // Two GEMMs read the normed x. In a decode step the small one computes the norm again, so that
-  // the large one can be fused with the norm and the GEMMs before it.
+  // Two GEMMs read the normed x. In a decode step the small GEMM computes the norm again. So the
+  // large GEMM can be fused with the norm and the GEMMs before it.
   void append_projections(OpList& ops, const Value& qkvz, const Value& ba, const Value& x) const {
     const std::string module = prefix_ + "linear_attn.";
     const NormOp* const before = ops.norm_of(x);

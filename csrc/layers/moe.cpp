@@ -197,7 +197,7 @@ class MoeBlock : public Block {
     append_router(ops, input);
     const Value x =
         router_rule_.norms_input() ? router_rule_.append_experts_norm(ops, input) : input;
-    if (!adds_) {  // the sum adds to what is there
+    if (!adds_) {  // moe_combine adds to `hidden`
       ops.call(mlp_ + "zero", {}, {hidden}, [=](const Context& ctx, const Step&, const Rows& rows) {
         const Tensor all = rows(hidden);
         fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
@@ -238,7 +238,7 @@ class MoeBlock : public Block {
     return make_linear(spec_.linear_method_of(module), config);
   }
 
-  // In every phase the same order of sums: a token's experts do not depend on the phase.
+  // The sums have the same order in every phase, so a token's experts do not depend on the phase.
   void append_router(OpList& ops, const Value& x) const {
     if (!router_rule_.is_plain()) {
       return ops.call(

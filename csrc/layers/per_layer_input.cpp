@@ -5,8 +5,8 @@
 //                        e = (√P table[id] + norm(projection(h) / √H)) / √2
 //   per_layer_input      in each layer: y = projection(gelu(gate(h)) * e[layer])
 //
-// Parameter: `width`, P. The first leaves the residual stream as it is. Both read it without a
-// norm (input_norm false); the second has output_norm. The table is in device memory.
+// Parameter: `width`, P. The first block does not change the residual stream. Both blocks read it
+// without a norm (input_norm false); the second has output_norm. The table is in device memory.
 #include <cmath>
 
 #include "kernels/layer/embedding.h"

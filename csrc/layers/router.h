@@ -1,4 +1,4 @@
-// What a router may have beyond a softmax of x W^T. These are parameters of a moe block:
+// Routers other than a softmax of x W^T. They have these parameters of a moe block:
 //
 //   router_bias       logits = x W^T + b
 //   router_norm       x is the residual stream. The router reads an RMSNorm of it, and its logits

@@ -69,7 +69,8 @@ int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, 
 
 BlockSelection SparseKeys::select(const Context& ctx, const Tensor& qkv, const QkvLayout& layout,
                                   const StepTokens& tokens, bool keys_are_old) const {
-  // Beyond kMaxDenseEntries, dense attention has other splits and so other bits.
+  // All tokens are dense up to dense_len, but dense attention has other splits, and so other bits,
+  // beyond kMaxDenseEntries.
   if (tokens.max_kv <= std::min(rule_.dense_len, kMaxDenseEntries)) return {};
   const Tensor selection = selection_.rows(0, tokens.num_tokens);
   select_blocks(ctx, {.selection = selection,

@@ -10,7 +10,8 @@
 //   "mxfp8"           weight e4m3 [N, K]         weight_scale
 //
 // Codes of 4 bits are e2m1, two in a byte of uint8, the even k in its low nibble. Scales for 16 k
-// are e4m3; scales for 32 k are powers of two, uint8. A weight_global_scale divides.
+// are e4m3; scales for 32 k are powers of two, uint8. A weight is divided by
+// weight_global_scale, or multiplied by weight_scale_2.
 //
 // "mxfp4_blocks" is gpt-oss's: one tensor for the parts of a matrix, in which rows of gate and of
 // up alternate.

@@ -32,7 +32,7 @@ struct LinearConfig {
   DType dtype = DType::kBF16;
   LinearOptions options{};
   std::string name{};  // name of the stack, such as "….qkv_proj"; empty: the only part's name
-  // whether the checkpoint has the weights; false: `load_rows` brings them
+  // Whether the checkpoint has the weights. If false, `load_rows` receives them.
   bool has_tensors = true;
   bool gated = false;  // the parts are gate and up of an MLP; only `forward_gated` is called
 
@@ -67,8 +67,8 @@ class LinearMethod {
   virtual void load_rows(const Context&, const Tensor&, const int*) {
     CHECK_STATE(false, "load_rows was called on a linear method that takes no dense rows");
   }
-  // The dense weights [N, K]. Until the first step also the dense rows of a method that quantises
-  // at load. Else empty.
+  // The dense weights [N, K]; empty if there are none. A method that quantises at load has its
+  // dense rows until the first step.
   virtual Tensor dense_weight() const { return {}; }
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
   virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
@@ -80,7 +80,7 @@ class LinearMethod {
     silu_mul(ctx, {.out = out, .x = gate_up});
   }
   // The weights for the fused layer kernel, which may replace `forward` and `forward_gated` of a
-  // decode pass. Default: never.
+  // decode pass. Default: none.
   virtual std::optional<FusedForm> fused_form() const { return {}; }
   // Bytes of the weights that `forward` reads; 0: unknown.
   virtual int64_t weight_bytes() const { return 0; }

@@ -11,7 +11,7 @@ namespace cpmcu {
 namespace {
 
 LinearConfig unfused(LinearConfig expert) {
-  expert.options.stacked = false;  // tells of tensors in other modules; experts have none
+  expert.options.stacked = false;  // it is for other modules; experts are never stacked
   return expert;
 }
 

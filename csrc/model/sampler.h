@@ -25,7 +25,7 @@ struct SamplingConfig {
   float frequency_penalty = 0;
   std::vector<std::pair<int, float>> logit_bias;
   int logprobs = -1;
-  std::vector<int> logprob_ids;  // the tokens whose log-probabilities are wanted, instead
+  std::vector<int> logprob_ids;  // report these tokens instead of the likeliest ones
   // Where the device ends the sequence. Used with a drafter; the host finds the same stops later.
   std::vector<int> stop_ids;
   int max_tokens = 1 << 30;
@@ -33,9 +33,9 @@ struct SamplingConfig {
 
 // Which drafted tokens a decode step accepts. All but kTargetMatch are lossy: they change the text.
 enum class VerifyStrategy {
-  kTargetMatch,  // those that the target draws
-  kGreedy,       // the most likely ones. Each draw takes the most likely token
-  kTopP,         // also other candidates (AcceptTreeParams in kernels/tree/tree.h)
+  kTargetMatch,  // tokens that the target draws
+  kGreedy,       // the most likely tokens; each draw takes the most likely one, too
+  kTopP,         // drawn tokens and other candidates (AcceptTreeParams in kernels/tree/tree.h)
 };
 
 struct Verification {

@@ -142,7 +142,7 @@ class Cutter {
     return fits ? weight : std::nullopt;
   }
 
-  // Whether a linear op can be the next stage of what is collected. `adds`: it has a sum.
+  // Whether a linear op can be the next stage of the collected launch. `adds`: it has a sum.
   bool may_join(int place, const LinearOp& linear, const FusedForm& weight, bool adds) const {
     if (combine_ >= 0 || rotary_ >= 0) return false;
     if (norm_ >= 0) {
@@ -195,7 +195,7 @@ class Cutter {
     }
   }
 
-  // Launches what is collected.
+  // Launches the collected ops.
   void flush() {
     if (combine_ >= 0) {
       Launch launch{.op = std::exchange(combine_, -1),
@@ -220,7 +220,8 @@ class Cutter {
       const auto weight = get<LinearOp>(stage.linear).method->fused_form();
       if (weight->w.empty()) packed_.push_back({number, weight->packed});
     }
-    // packed_gemm is faster, and adds in another order. So the rows of a step do not choose it.
+    // A single packed linear op runs as packed_gemm, which is faster. It adds in another order, so
+    // this choice must not depend on the rows of a step.
     if (launch.stages.size() == 1 && weight_.w.empty() && launch.rotary < 0) {
       launches_.push_back(
           {.op = first.linear, .ops = present({first.linear, first.sum}), .sum = first.sum});
@@ -258,7 +259,7 @@ class Cutter {
   std::vector<Launch> launches_;
   std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order
 
-  // What is collected and not launched: a combine, or stages. -1: none.
+  // The ops that are collected and not launched yet: a combine, or stages. -1: none.
   int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
   std::vector<FusedStage> stages_;
   FusedForm weight_;         // of the first stage

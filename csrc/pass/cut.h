@@ -4,14 +4,14 @@
 //
 //   launch          ops
 //   fused layer     up to four linear ops that follow one another and have one form of weights; a
-//                   norm between two of them; the rest of the attention that the first one reads;
-//                   rotary_kv of what the last one writes
+//                   norm between two of them; before the first one, the combination of the
+//                   attention splits that it reads; after the last one, rotary_kv of its output
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
 //
 // Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Two
-// rules hold everywhere: a sum is part of the op before it, and compressed keys of layers with
-// equal shapes are one launch if no other op lies between.
+// rules hold everywhere. A sum is part of the op before it. If no other op lies between, compressed
+// keys of layers with equal shapes are one launch.
 //
 // The choice depends on the ops and the target, never on the rows of a step.
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace cpmcu {
 
-// What the launches are cut for.
+// The device and the settings that launches are cut for.
 struct CutTarget {
   bool fuses_layers = false;  // the fused layer kernel runs
   bool prefetches = true;     // a fused layer may load weights of the next launch to L2

@@ -1,7 +1,7 @@
-// The ops of a pass. An op names the values that it reads and writes, and holds what is fixed once
-// the model is loaded. Rows, positions and lengths come with each step (replay.h).
+// The ops of a pass. An op names the values that it reads and writes, and holds the parameters that
+// are fixed once the model is loaded. Rows, positions and lengths come with each step (replay.h).
 //
-// What may be fused with other ops has a type of its own here; everything else is a CallOp.
+// An op that may be fused with others has a type of its own here. Every other op is a CallOp.
 #pragma once
 
 #include <functional>

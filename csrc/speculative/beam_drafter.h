@@ -24,7 +24,7 @@ class BeamDrafter : public Drafter {
   }
   std::vector<DraftShape> shapes() const override { return beam_shapes(largest_, topk_); }
   DraftShape shrunk(const DraftShape& limit) const override;
-  // The accepted tokens, then the levels of the tree.
+  // KV entries of the accepted tokens, then of the tree's levels. The last level needs none.
   int lookahead(int depth) const override { return depth + 1 + topk_ * (largest_.depth - 1); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override;
@@ -64,7 +64,8 @@ class BeamDrafter : public Drafter {
   virtual int most_rows() const { return std::max(max_path(), topk_); }
 
   // ---- parts of `propose`
-  // k of a step. A tree that has no more tokens than levels is a chain: the likeliest tokens.
+  // The width k of a step's levels. If a tree has no more drafted tokens than levels, it is a
+  // chain of the likeliest tokens.
   int width_of(const DraftShape& shape) const {
     return shape.tree_size - 1 <= shape.depth ? 1 : topk_;
   }

@@ -62,7 +62,7 @@ struct DraftLimits {
   int max_slots = 0;           // sequence slots
   int max_prompt_tokens = 0;   // tokens of a prompt chunk
   int max_kv = 0;              // as in StepLimits
-  int max_path = 0;            // of Accepted: at least D + 1 of the step
+  int max_path = 0;            // as in Accepted, at least D + 1
   int compute_capability = 0;  // as in Context
 };
 
@@ -86,7 +86,7 @@ struct DraftBatch {
 struct DraftPrompt {
   StepTokens tokens;              // as the target ran them; slot_lengths: before the chunk
   const int* ids = nullptr;       // [T]
-  std::vector<int> num_before{};  // [B] tokens of its own that a sequence has before its chunk
+  std::vector<int> num_before{};  // [B] tokens before the chunk, without the cached prefix
   SlotState slots{};              // before the chunk
   // [B, max_path] the last rows of each sequence, and their rows of `accepted`; -1: none.
   const int *last_rows = nullptr, *slot_rows = nullptr;
@@ -109,11 +109,12 @@ class Drafter {
   // The largest shape within `limit` that fits; of depth 0 if there is none.
   virtual DraftShape shrunk(const DraftShape& limit) const;
 
-  // The last tokens of a sequence that `propose` reads; a step accepts paths of up to `depth`.
+  // How many of a sequence's last tokens `propose` reads. A step accepts up to `depth` drafted
+  // tokens.
   virtual int num_recent(int depth) const { return depth + 1; }
   // KV entries beyond a sequence's length that its own layers need. `depth`: of the step.
   virtual int lookahead(int) const { return 0; }
-  // The last cached tokens of a sequence whose entries a later step may write again.
+  // How many of a sequence's last KV entries a later step may write again.
   virtual int num_rewritten() const { return 1; }
   // `states`: the cache in which it declares the paged and per-slot state of its own layers.
   virtual void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) = 0;
@@ -125,7 +126,7 @@ class Drafter {
   // Drafts 1 to batch.num_tokens() tokens for each sequence. The drafter owns the arrays of the
   // draft; they are valid until its next call. Graph-safe.
   virtual Draft propose(const Context& ctx, const DraftBatch& batch) = 0;
-  // [B] the steps that the last draft took itself; null: it takes none.
+  // [B] the draft's own (inner) speculative steps of the last `propose`; null: it has none.
   virtual const InnerCounts* inner_counts() const { return nullptr; }
 };
 

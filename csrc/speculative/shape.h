@@ -22,8 +22,9 @@ struct DraftShape {
 // Shapes up to `largest`, from small to large. `most_nodes`: the largest tree of a depth, its root
 // included.
 //
-// Chains of every depth suit predictable text, where few tokens off the likeliest path are
-// accepted, and many sequences, where each row costs. Of a deep tree, only some depths.
+// Chains suit predictable text, where few tokens off the likeliest path are accepted. They also
+// suit many sequences, where each row costs time. If `largest` is deep, only some depths of chains
+// are included.
 std::vector<DraftShape> smaller_shapes(const DraftShape& largest,
                                        const std::function<int(int depth)>& most_nodes);
 

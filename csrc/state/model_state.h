@@ -43,9 +43,9 @@ struct SlotTensor {
 
 class ModelState {
  public:
-  // `scope`: "" for the target, such as "draft." else. `has_gaps`: attention may read rows that
-  // were never written, so planes begin as zero. Such a model writes entries again, so it keeps
-  // those before its windows.
+  // `scope`: "" for the target, a prefix such as "draft." for other models. `has_gaps`: attention
+  // may read rows that were never written, so planes begin as zero. Such a model also writes
+  // entries again, so all its planes are in group 0, which keeps the entries before a window.
   ModelState(std::string scope, bool has_gaps) : scope_(std::move(scope)), has_gaps_(has_gaps) {}
   ModelState(const ModelState&) = delete;
   ModelState& operator=(const ModelState&) = delete;
@@ -88,7 +88,7 @@ class ModelState {
   void save_slot(const Context& ctx, int slot, char* host) const;
   void load_slot(const Context& ctx, int slot, const char* host) const;
   // After acceptance: rows of accepted tokens move into place in every per-token plane.
-  // Fills in what `params` leaves open: pool, num_heads, width, page_table. Graph-safe.
+  // Sets pool, num_heads, width and page_table of `params`. Graph-safe.
   void commit(const Context& ctx, KeepAcceptedParams params) const;
 
  private:

@@ -36,14 +36,14 @@ class PageGroup {
   const HeldPages& of_slot(int slot) const { return slots_[static_cast<std::size_t>(slot)]; }
   // The first page that a token at position `length` or later reads.
   int first_read(int length) const;
-  // Most pages that a slot holds of `num_entries` consecutive entries and the window before them.
+  // Most pages that `num_entries` consecutive entries and the window before them can occupy.
   int most_pages(int num_entries) const;
 
-  // Lets the slot hold all entries that a token at position `length` or later reads, up to
-  // `num_entries`. Gives the pages before these back; `num_steps` as in PagePool. False, and
-  // nothing taken, if too few pages are free.
+  // Takes pages for the entries that a token at position `length` or later reads, up to
+  // `num_entries`. Gives the pages before them back; `num_steps` as in PagePool. If too few pages
+  // are free, takes none and returns false.
   bool reserve(int slot, int length, int num_entries, uint64_t num_steps);
-  // The pages that such a call would lack, even after the steps in flight. 0: none.
+  // The pages that `reserve` would lack, even after the steps in flight. 0: none.
   int num_missing(int slot, int length, int num_entries) const;
   // Gives a slot without pages those of other owners, from page `first` of the sequence on. The
   // slot must never write to them.

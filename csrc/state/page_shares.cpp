@@ -25,7 +25,7 @@ std::vector<int64_t> divide_pages(const std::vector<PageDemand>& groups, int64_t
     shares[i] += count;
     rest -= count * groups[i].page_bytes;
   };
-  // The same for the groups with a window: equally many pages of each, of `most_bytes` in all.
+  // Gives the groups with a window equally many pages each, `most_bytes` in all.
   const auto give_windows = [&](int64_t PageDemand::* wanted, int64_t most_bytes) {
     const int64_t limit = most_bytes / std::max<int64_t>(window_bytes, 1);
     for (size_t i = 1; i < groups.size(); ++i) give(i, groups[i].*wanted, limit);

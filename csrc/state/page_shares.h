@@ -10,8 +10,8 @@ namespace cpmcu {
 struct PageDemand {
   int64_t page_bytes = 0;
   int64_t least = 0;     // without them the engine cannot run
-  int64_t sequence = 0;  // of one sequence of the greatest length
-  int64_t running = 0;   // of all sequences that run at a time
+  int64_t sequence = 0;  // for one sequence of the greatest length
+  int64_t running = 0;   // for all sequences that run at a time
   int64_t most = 0;      // more are of no use
 };
 
@@ -19,9 +19,9 @@ int64_t least_bytes(const std::vector<PageDemand>& groups);
 // The number of pages of each group. `bytes` is at least least_bytes. In this order, while memory
 // lasts:
 //   1. `least` of each group.
-//   2. Groups with a window: the windows of all running sequences, of half of the rest at most.
+//   2. Groups with a window: the windows of all running sequences, in half of the rest at most.
 //   3. Group 0: one sequence. So the longest context depends little on max_num_seqs.
-//   4. Groups with a window: the windows of all running sequences.
+//   4. Groups with a window: the windows of all running sequences that step 2 left out.
 //   5. Groups with a window: a quarter of the rest. The prefix cache keeps windows there.
 //   6. Group 0: `most`.
 std::vector<int64_t> divide_pages(const std::vector<PageDemand>& groups, int64_t bytes);

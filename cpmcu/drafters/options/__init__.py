@@ -101,7 +101,7 @@ def options_of(method: str) -> type[DrafterOptions]:
 
 
 def additions() -> list[type[DrafterOptions]]:
-    """The options of what is added to the drafts of any drafter."""
+    """The options of all additions to the drafts of any drafter."""
     return [kind for name, kind in registered_options().items() if name in _additions]
 
 

@@ -64,7 +64,7 @@ class FillOptions(LookUpOptions, StepsOptions, TreeOptions):
             )
 
     def shape(self, part: TreeShape, *, chain: bool) -> TreeShape:
-        """The shape of filled drafts. `part`: what the drafter drafts without fill."""
+        """The shape of filled drafts. `part`: the drafter's shape without fill."""
         if chain:
             return self.chain(FILL_DEPTH)
         width = self.spec_topk_per_iter or part.topk

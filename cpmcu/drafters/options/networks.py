@@ -14,7 +14,7 @@ HEAD_QUANTS = ("auto", "none", "w8", "w4")
 @register_options("model", "draft_model")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkOptions(TreeOptions):
-    """Options of a draft model; those of a head are more."""
+    """Options of a draft model. A head has further ones."""
 
     spec_window_size: int | None = option(
         None,

@@ -70,7 +70,7 @@ class TreeOptions(DrafterOptions):
 
     @classmethod
     def complete(cls, keys: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """`num_speculative_tokens` alone: drafts have no branches, as in vLLM."""
+        """With `num_speculative_tokens` and no width, drafts have no branches, as in vLLM."""
         tokens = keys.get("num_speculative_tokens")
         if not isinstance(tokens, int):
             return

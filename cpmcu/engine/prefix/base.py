@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Sequenced(Protocol):
-    """What the cache asks of a sequence: its tokens, and whom it shares pages with."""
+    """The data of a sequence that the cache reads: tokens, and which others may share its pages."""
 
     prompt: list[int]
     tokens: list[int]
@@ -40,25 +40,25 @@ class Prefix:
 
     keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
     entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
-    num_cached: int = 0  # tokens that it found cached
-    known: int = 0  # pages that it found cached, those behind the last checkpoint included
+    num_cached: int = 0  # tokens that were found cached
+    known: int = 0  # pages that were found cached, those behind the last checkpoint included
     pending_begin: int = 0  # its pages whose keys are pending: it will publish them
     pending_end: int = 0
     waits_for: bytes = b""  # key that a running sequence will publish
     reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
     epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
-    states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+    states: dict[int, int] = dataclasses.field(default_factory=dict)  # end page -> host block
     # Group of layers with a window -> number of a page -> page, of pages to be published.
     window_pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
-    num_kept: int = 0  # the pages before this one are in `window_pages`, published or lost
+    num_kept: int = 0  # pages before this number are in `window_pages`, published or lost
     # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
     # pages. It does not count as their user, so that they can be evicted.
     elsewhere: set[Entry] = dataclasses.field(default_factory=set)
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Pages after which another prompt is likely to go on: where prompts branched, the end."""
+        """Pages after which another prompt is likely to go on: up to a branch, up to the end."""
         return self.known, self.pending_end
 
 
@@ -103,15 +103,16 @@ class PageCache:
     def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
         """The cached pages of a prompt.
 
-        Its last token is always computed, so the page of that token is left out. Pages from the
-        first one that is not on the device on are copied from host memory.
+        Its last token is always computed, so the page of that token is left out. From the
+        first page that is not on the device, all pages are copied from host memory.
         """
         return []
 
     def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
         """Will the page behind `matched` be cached soon?
 
-        It is if a running sequence computes it, or if the disk has it; this starts to read it.
+        Yes if a running sequence computes it, or if the disk has it. In the second case, reading
+        begins here.
         """
         return False
 
@@ -180,7 +181,7 @@ class PageCache:
         return False
 
     def wait(self, seconds: float) -> None:
-        """While no step runs: waits for the disk's reads, at most so long."""
+        """Waits up to `seconds` for reads of the disk. Call it only while no step runs."""
 
     def reset(self) -> None:
         """Forgets everything, on disk too. Running sequences keep their pages, unpublished."""

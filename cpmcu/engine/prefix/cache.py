@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
 FEWEST_STATES = 8  # checkpoints of per-slot state
-SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
+SAVED_AT_ONCE = 8  # pages; a request that arrives meanwhile waits for their copies
 
 
 class PrefixCache(PageCache):
@@ -46,7 +46,7 @@ class PrefixCache(PageCache):
         disk: DiskTier | None = None,
         hash_bytes: Hash = xxh3_128,
     ) -> None:
-        # Checkpoints of per-slot state get half of the host memory, and room for a few in any case.
+        # Checkpoints of per-slot state get half of the host memory, at least room for a few.
         slot_bytes = engine.pages.slot_bytes
         half = host_bytes // 2 if slot_bytes > 0 else 0
         super().__init__(engine, page_size, host_bytes=host_bytes - half, swap_bytes=swap_bytes)
@@ -118,7 +118,7 @@ class PrefixCache(PageCache):
             return False
         if prefix.reading is None:
             for entry in matched:
-                entry.locks += 1  # reading takes no host memory from them
+                entry.locks += 1  # reading must not take their host blocks
             prefix.reading = self._disk.begin_reading(behind, matched[-1] if matched else None)
             for entry in matched:
                 entry.locks -= 1
@@ -215,7 +215,7 @@ class PrefixCache(PageCache):
                 break
             prefix.entries.append(entry)
             published[i] = entry
-            if entry.page >= 0 and entry.users == 0:  # it was computed again: one copy is enough
+            if entry.page >= 0 and entry.users == 0:  # computed again: one copy is enough
                 self._engine.pages.drop([entry.page])
                 self._index.set_page(entry, -1)
             if entry.page >= 0:
@@ -296,7 +296,7 @@ class PrefixCache(PageCache):
     def _save(self, entries: list[Entry], *, spare_saved: bool = False) -> int:
         """Copies pages to host blocks while there are blocks. Returns the number of copies.
 
-        `spare_saved`: no page that is on the device as well loses its block.
+        With `spare_saved`, a page that is on the device, too, does not lose its block.
         """
         blocks: list[int] = []
         while len(blocks) < len(entries):
@@ -378,8 +378,10 @@ class PrefixCache(PageCache):
         return block
 
     def _forget_empty(self, entry: Entry | None) -> None:
-        """Forgets an entry without bytes that nobody uses. The disk finds its pages by their keys,
-        so an entry that is only there is kept just for those behind it.
+        """Forgets an entry without bytes that nobody uses.
+
+        The disk finds its pages by their keys. So an entry that is only on disk is kept only while
+        other entries follow it.
         """
         while entry is not None and entry.alive and not entry.users and not entry.locks:
             if entry.page >= 0 or entry.block >= 0 or (entry.on_disk and entry.children):

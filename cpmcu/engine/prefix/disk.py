@@ -36,7 +36,7 @@ from cpmcu.errors import sentence
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 60.0  # after a failed write, without further ones
+PAUSE_SECONDS = 60.0  # without writes after a failed one
 LOOK_SECONDS = 300.0  # between two looks at what other processes wrote and removed
 
 _PAGE_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class _Entry:
     size: int
     used: int  # time.time_ns()
-    has_state: bool = False  # of files of before: told from the size
+    has_state: bool = False  # of a file that was found: judged by its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class DiskStore:
         self._others: deque[_OtherFile] = deque()  # least recently used first
         self._others_bytes = 0
         self._reserved = 0  # bytes of files that are being written
-        self._generation = 0  # of remove_all
+        self._generation = 0  # number of calls of remove_all
         self._last_time = 0
         self._writing_fails = False
         self._write_again = 0.0  # time.monotonic(), as the next two
@@ -176,7 +176,7 @@ class DiskStore:
                 self._make_folder()
                 used = self._write_file(name, page, state)
             written = True
-        except IsADirectoryError as error:  # in the file's place: other pages can be written
+        except IsADirectoryError as error:  # a directory: other pages can be written
             self._complain(f"{self._path(key)}: cannot be written: {sentence(error)}")
             return False
         except OSError as error:
@@ -253,7 +253,7 @@ class DiskStore:
         with self._lock:
             if generation == self._generation:
                 self._set(key, _Entry(size, used, has_state))
-        self._evict()  # another process may have written it
+        self._evict()  # another process may have written the file: the total has grown
         return True, state is not None and has_state
 
     def remove_all(self) -> None:
@@ -360,7 +360,7 @@ class DiskStore:
         """
         path = self._folder / f".{key.hex()}.{secrets.token_hex(8)}.tmp"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks keeps what was left over
+        with contextlib.suppress(OSError):  # without locks, files of dead processes stay
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return path, fd
 
@@ -395,7 +395,7 @@ class DiskStore:
             if generation != self._generation:
                 return
             for key, known in self._entries.items():
-                if known.used >= start:  # used since: what was seen is older
+                if known.used >= start:  # used since `start`: the file that was seen is older
                     found[key] = known
                 elif key in found and found[key].size == known.size:
                     found[key].used = max(found[key].used, known.used)
@@ -471,7 +471,7 @@ def _page_files(folder: Path) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
 
 
 def _status(file: os.DirEntry[str]) -> os.stat_result | None:
-    """Of a regular file that is still there."""
+    """The status of a regular file; None if it is gone or of another kind."""
     with contextlib.suppress(FileNotFoundError):
         if file.is_file(follow_symlinks=False):
             return file.stat(follow_symlinks=False)
@@ -479,7 +479,7 @@ def _status(file: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _remove(path: str | Path) -> bool:
-    """Is the file gone?"""
+    """Removes a file. Returns whether it is gone."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -490,7 +490,7 @@ def _remove(path: str | Path) -> bool:
 
 
 def _remove_unless_locked(path: Path) -> None:
-    """Removes a temporary file whose process is dead, so that its lock is free."""
+    """Removes a temporary file if its lock is free: its process is dead."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
-PAGES_A_TASK = 4  # that a thread reads before it looks for work again
+PAGES_A_TASK = 4  # pages that a thread reads before it looks for work again
 MOST_WRITES = 32  # pages on their way to disk
-FREE_PAGES = 8  # of the device that pages from disk leave to running sequences
+FREE_PAGES = 8  # device pages that loading from disk leaves to running sequences
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,12 +51,12 @@ class DiskTier:
         self._store = store
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpmcu-disk")
         self._wanted: deque[Entry] = deque()  # published, not yet on their way
-        self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before the copy
+        self._copies: deque[tuple[Entry, int]] = deque()  # with the steps launched before
         self._writes: deque[tuple[Entry, Future[bool]]] = deque()
         self._reads: dict[bytes, _Read] = {}
         self._finished: deque[_Read] = deque()  # reads that are done; filled by the threads
-        self._arriving: deque[Entry] = deque()  # whose read began, in order
-        self._loaded: list[Entry] = []  # of these, copied to the device since it was empty
+        self._arriving: deque[Entry] = deque()  # entries whose reads have begun, in order
+        self._loaded: list[Entry] = []  # copied to the device since `_arriving` was last empty
         self._all_read = threading.Event()  # set once all reads under way are done
         self.num_read = 0  # pages
 
@@ -173,14 +173,14 @@ class DiskTier:
                 read.found = self._store.read_found(
                     entry.key, read.parent, entry.tokens, page, state
                 )
-            except Exception:  # a bug, since the store returns False for what a disk can do
+            except Exception:  # a bug: for errors of the disk the store returns False
                 logger.exception("prefix cache: a page could not be read")
             self._finished.append(read)
         if len(self._finished) >= len(self._reads):
             self._all_read.set()
 
     def wait(self, seconds: float) -> None:
-        """Waits until all reads under way are done, at most so long."""
+        """Waits up to `seconds` until all reads under way are done."""
         if self._reads:
             self._all_read.wait(seconds)
             self._all_read.clear()
@@ -223,7 +223,7 @@ class DiskTier:
                 ready[entry] = None
         wanted = min(len(ready), self._engine.num_free_pages - FREE_PAGES)
         if wanted > 0:
-            pages = self._engine.pages.take(wanted)  # fewer while steps may still read free pages
+            pages = self._engine.pages.take(wanted)  # fewer if steps in flight may still read some
             loaded = list(ready)[: len(pages)]
             self._engine.pages.load(pages, self._host.blocks, [entry.block for entry in loaded])
             for entry, page in zip(loaded, pages):

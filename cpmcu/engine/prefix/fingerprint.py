@@ -1,10 +1,10 @@
 """The fingerprint of model, build and device that KV pages belong to; it names their folder.
 
 Pages are valid for one model only, because other weights give other keys and values for the same
-tokens. Weights of 16 GB cannot be read at every start, so their contents are sampled. Of each
-weight file there are the name, the size, the header, 64 blocks of 4 KB at even distances and, in
-safetensors files, one block from the middle of every tensor. Training moves nearly all values of
-the tensors that it trains, so a fine-tune of equal shapes differs in the blocks of those tensors.
+tokens. Weights of 16 GB cannot be read at every start, so their contents are sampled. The
+sample of a weight file is its name, size, header and 64 blocks of 4 KB at even distances. In
+safetensors files it also has one block from the middle of every tensor. Training moves nearly all
+values of the tensors that it trains, so the blocks of these tensors differ in a fine-tune.
 
 The fingerprint misses an edit of single values or rows between the blocks. After such an edit,
 remove the folder of the cache.

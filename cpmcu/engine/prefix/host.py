@@ -27,7 +27,7 @@ class HostMemory:
     def __init__(self, engine: C.Engine, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.limit = 0  # blocks of all tiers
-        self.is_calm = False  # no memory is taken ahead: it would slow down what fills blocks now
+        self.is_calm = False  # no memory is taken ahead: that would slow reads into blocks
         self._engine = engine
         self._owners: list[str] = []
         self._per_segment = 1

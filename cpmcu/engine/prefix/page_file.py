@@ -130,9 +130,9 @@ def _header(name: PageName, sizes: Sequence[int], digests: Sequence[str]) -> byt
 def _check_header(
     raw: bytearray, name: PageName, sizes: Sequence[int], digests: Sequence[str]
 ) -> None:
-    """Raises BadPageFileError if the header says something else than that of a page's own file.
+    """Raises BadPageFileError unless the header describes the page `name` and its tensors.
 
-    The order of its fields and spaces do not matter. `digests`: of the tensors that were read.
+    Spaces and the order of fields do not matter. `digests`: of the tensors that were read.
     """
     (length,) = struct.unpack_from("<Q", raw)
     if length != len(raw) - 8:

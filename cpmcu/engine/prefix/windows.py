@@ -1,8 +1,8 @@
 """Cached pages of layers with a window, of one model.
 
 A hit of L tokens needs all pages before L of layers without a window, but only the last ones of
-layers with a window. So a prompt's other pages of such layers are evicted first, in the order of
-their age, and a hit is shortened to where the pages exist.
+layers with a window. So a prompt's other pages of such layers are evicted first, the oldest
+ones before others. A hit is shortened to a length whose pages exist.
 
 A running sequence gives pages before its window back before prefill has written the last token of
 its chunk. So the cache becomes an owner of a page as soon as the step that writes it is launched.
@@ -41,7 +41,7 @@ class WindowPages:
     # ---- hits
 
     def hit_ends(self, entries: Sequence[Entry]) -> list[bool]:
-        """For 0, 1, … all of `entries`: do they have the pages that a hit of so many needs?"""
+        """Item n: do the first n entries have all pages that a hit of n entries needs?"""
         can_end = [True] * (len(entries) + 1)
         for group in self._groups:
             begin = 0  # the first of the adjacent entries that have a page
@@ -87,7 +87,7 @@ class WindowPages:
             kept = prefix.window_pages.setdefault(group, {})
             first = self._pages.first_of_slot(slot, group)
             held = self._pages.of_slot(slot, group)
-            likely = (*prefix.ends, len(prefix.keys))  # the last one: if answers are published
+            likely = (*prefix.ends, len(prefix.keys))  # the last end: of published answers
             ends = [range(self._first_read(group, end), end) for end in likely]
             dropped = []
             for i, entry in entries.items():
@@ -96,7 +96,7 @@ class WindowPages:
                     page = held[i - first]
                     self._pages.hold([page], group)
                 known = self.page_of(entry, group)
-                if known >= 0 and page >= 0:  # it was computed again: one copy is enough
+                if known >= 0 and page >= 0:  # the page was computed again: one copy is enough
                     dropped.append(page)
                 page = page if known < 0 else known
                 if page < 0:
@@ -124,7 +124,8 @@ class WindowPages:
     def evict(self, group: int, count: int) -> int:
         """Evicts `count` pages that no sequence has, or all if there are fewer.
 
-        Of the pages inside prompts more are evicted: evicting waits for the steps in flight.
+        Evicting waits for the steps in flight. So at least EVICTED_AT_ONCE pages inside prompts are
+        evicted, if there are so many.
         Returns the number of evicted pages.
         """
         found: list[int] = []

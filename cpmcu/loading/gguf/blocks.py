@@ -12,7 +12,8 @@
 
 K-quants have `weight_scale` f16 [N, K / 256] and `weight_group_scale` int8, and for minima
 `weight_min` f16 [N, K / 256] and `weight_group_min` uint8. Parts of one matrix may have
-different types: INT8 holds all of 32 integers a block, K8_MIN all K-quants. No number is rounded.
+different types. INT8 holds parts of INT4 and INT8. K8_MIN holds parts of K4, K8 and K8_MIN. No
+number is rounded.
 Source: ggml-common.h and ggml-quants.c of the ggml repository.
 """
 

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under Hugging Face's names.
 
-Tensors of 16 and 32 bits are read as they are. Of linear layers and the head, the types of
-blocks.py become tensors of formats that the engine multiplies, exactly. All other quantised tensors
-are decoded to float32 by the `gguf` package, whose numbers are exact, and then rounded to the
+Tensors of 16 and 32 bits are read as they are. Tensors of linear layers and the head whose types
+are in blocks.py become tensors of formats that the engine multiplies, without rounding. The `gguf`
+package decodes all other quantised tensors to float32 exactly. They are then rounded to the
 engine's 16 bits.
 """
 
@@ -195,8 +195,8 @@ def _same_matrix(module: str) -> list[str]:
 def packed_modules(sources: Mapping[str, GgufTensor]) -> dict[str, Form]:
     """The linear layers that stay packed -> their form, one for all parts of a matrix.
 
-    `sources`: Hugging Face's name -> tensor. Embeddings are decoded, and a head that is one with
-    them.
+    `sources`: Hugging Face's name -> tensor. Embeddings are decoded, and so is a head that is tied
+    to them.
     """
     tensors = {
         name.removesuffix(".weight"): tensor

@@ -1,6 +1,6 @@
 """K-quants of GGUF files: w = d s q - e m, taken apart.
 
-| type | bytes of 256 | q | s, for each | e m |
+| type | bytes a block | q | s: form, numbers that share one | e m |
 |---|---|---|---|---|
 | Q2_K | 84 | 0..3 | 4 bits, 16 | yes |
 | Q3_K | 110 | -4..3 | 6 bits - 32, 16 | |

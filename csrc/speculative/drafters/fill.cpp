@@ -1,5 +1,6 @@
 // Fill: "fill". Another drafter drafts, and a path from the context (prompt and output) joins its
-// draft. A long match takes the place of the draft's tokens; a short one takes what is left.
+// draft. The best tokens of both are kept, so a path of a long match replaces tokens of the draft.
+// A path of a short match gets the nodes that the draft leaves (kernels/tree/draft_fill.h).
 #include <algorithm>
 
 #include "core/carver.h"
@@ -27,7 +28,7 @@ class FillDrafter : public Drafter {
 
   DraftShape largest() const override { return spec_.shape; }
   bool fits(const DraftShape& shape) const override { return part_->shrunk(shape).depth > 0; }
-  // The part's draft, or a path that takes its place.
+  // Shapes of the part's draft, with room for a path of the same depth.
   std::vector<DraftShape> shapes() const override {
     std::vector<DraftShape> shapes = smaller_shapes(spec_.shape, [this](int depth) {
       return std::max(part_->shrunk({depth, spec_.shape.tree_size}).tree_size, depth + 1);

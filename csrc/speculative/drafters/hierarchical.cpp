@@ -39,8 +39,8 @@ class HierarchicalDrafter : public ModelDrafter {
     language_model().keep_aux_hidden(inner_.needs().layers);
   }
 
-  // The head's entry of the last token but `depth + 1` holds the id of the token after it, which
-  // the step drew. So its hidden state is read again.
+  // A step accepts up to `depth + 1` tokens. The head's entry of the token before them holds the id
+  // of the first one. That entry is written again, so the token's hidden state is read, too.
   int num_recent(int depth) const override { return std::max(depth + 2, inner_.max_path()); }
   // Inner sequences are up to `depth` tokens longer than outer ones.
   int lookahead(int depth) const override {
@@ -158,7 +158,7 @@ class HierarchicalDrafter : public ModelDrafter {
     return inner_.shrunk({most - 1, inner_.largest().tree_size});
   }
 
-  const int tokens_per_step_;  // that an inner step is expected to draft
+  const int tokens_per_step_;  // tokens that an inner step is expected to draft
   Sampler sampler_;
   SpeculativeStep inner_;
   MemoryPlan::Id rows_id_ = 0;

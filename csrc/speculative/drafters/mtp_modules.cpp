@@ -5,8 +5,8 @@
 // or with `chain_hidden` that of module m - 1 in the same row.
 //
 // The ids of a module's last m rows are drafted tokens. So each step runs the last rows of every
-// module again, with the tokens that were accepted. Rows that no drafted token reaches then hold
-// what a prompt would have written (kernels/tree/mtp_rows.h).
+// module again, with the tokens that were accepted. Rows that depend on no drafted token then have
+// the values that a prompt would have written (kernels/tree/mtp_rows.h).
 // Source: DeepSeek-AI, arXiv:2412.19437, 2.2.
 #include <algorithm>
 
@@ -31,7 +31,8 @@ class MtpModules : public EagleHead {
           num_modules());
   }
 
-  // Rows that read tokens of another branch than the accepted one come before the accepted tokens.
+  // Rows that read drafted tokens are run again. With branches, such rows reach further back than
+  // the accepted tokens: they may have read a branch that was rejected.
   int num_recent(int depth) const override {
     const bool branches = topk_ > 1 || depth > largest_.depth;
     return depth + (branches ? largest_.depth : 1);
