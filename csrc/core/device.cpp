@@ -59,8 +59,8 @@ int attribute_of(int index, cudaDeviceAttr attribute) {
 double bytes_per_cycle(const std::string& name, int index) {
   const double clock = attribute_of(index, cudaDevAttrClockRate);
   if (clock == 0 || name.find(" MIG ") != std::string::npos) return 0;
-  const double memory_clock =
-      2.0 * attribute_of(index, cudaDevAttrMemoryClockRate);  // both clock edges
+  // Data moves at both edges of the clock.
+  const double memory_clock = 2.0 * attribute_of(index, cudaDevAttrMemoryClockRate);
   return memory_clock * attribute_of(index, cudaDevAttrGlobalMemoryBusWidth) / 8 / clock;
 }
 

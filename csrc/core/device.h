@@ -43,7 +43,7 @@ DeviceInfo device_info(Device device);
 int code_capability();
 
 void set_device(Device device);     // for the calling thread
-void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: as OpenMP
+void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: OpenMP's number
 Stream create_stream(Device device);
 void destroy_stream(Device device, Stream stream) noexcept;
 void synchronize(Device device, Stream stream);

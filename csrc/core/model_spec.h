@@ -21,8 +21,8 @@ using LayerSpec = std::vector<BlockSpec>;
 // How a checkpoint stores its quantised matrices. Read by linear methods that are not dense.
 struct LinearOptions {
   std::string layout{};  // of the packed weights: a name in the table of layouts
-  std::string
-      format{};        // of the tensors in the files, such as "gptq"; empty: the layout's only one
+  // The format of the tensors in the files, such as "gptq"; empty: the layout's only one.
+  std::string format{};
   int group_size = 0;  // k that share a scale; -1: a whole row; 0: as the layout says
   bool zero_points = false;
   DType scale_dtype = DType::kF16;
@@ -76,7 +76,7 @@ struct ModelSpec {
   LayerSpec layer(int index) const {
     return layers.empty() ? LayerSpec{{"attention"}, {"mlp"}} : layers[static_cast<size_t>(index)];
   }
-  // Throws if the engine cannot run a model of these numbers.
+  // Throws if the engine cannot run this model.
   void check_validity(bool cuda) const;
 };
 

@@ -1,8 +1,8 @@
 // Linear methods, blocks and drafters from outside the package.
 //
 // A plugin is a shared library, compiled against csrc/ with the same REGISTER_* lines as the files
-// of the engine. Loading it runs these registrations. It is not linked with the engine: it uses the
-// symbols of the extension that is already loaded.
+// of the engine. Loading the library runs these registrations. The library is not linked with the
+// engine: it uses the symbols of the extension that is already loaded.
 #pragma once
 
 #include <string>

@@ -61,8 +61,8 @@ namespace cpmcu::ptx {
 
 // d (+)= a x^T. If !accumulate, d is overwritten.
 //   a  64 x 16 in registers, 16 rows for each warp, as in mma_16x8x16
-//   x  8 kGroups x 16 in shared memory; if kTransposed, shared memory holds x^T [16, 64] (kGroups
-//   8) d  64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns
+//   x  8 kGroups x 16 in shared memory; if kTransposed, as x^T [16, 64], and kGroups is 8
+//   d  64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns
 template <typename T, int kGroups, bool kTransposed = false>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
                                               uint64_t x_rows, bool accumulate) {

@@ -40,7 +40,8 @@ struct AttentionParams {
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
   // [pages, Hkv, 64, 1] float32: the caches are fp8, as in rotary_kv. A key's scale multiplies its
-  // scores, a value's scale its probabilities. Not with a BlockSelection. Empty: as qkv.
+  // scores, a value's scale its probabilities. Not with a BlockSelection. Empty: the caches have
+  // the dtype of qkv.
   Tensor k_scales{};
   Tensor v_scales{};
   float scale = 1;
@@ -105,8 +106,8 @@ __host__ __device__
 }
 
 // With a BlockSelection, a split is two blocks: split i of a token has its blocks 2 i and 2 i + 1,
-// counted in ascending order. Up to this number of entries, the splits of dense attention are the
-// same if the token sees all blocks.
+// counted in ascending order. If the token sees all blocks, these are the splits of dense
+// attention, up to this number of entries.
 constexpr int kMaxDenseEntries = 8192;
 
 // Maximum tokens of one launch. It bounds scratch for any number of sequences.

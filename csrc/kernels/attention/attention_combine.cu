@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(Config::kThreads)
 
   ptx::pdl_launch();  // early: the next kernel waits for this one anyway
   if constexpr (!Splits::kIsOld) ptx::pdl_wait();
-  // NOTE: before `head`. In the other order, ptxas 13.0 gives the kernel fewer registers.
+  // NOTE: `splits` comes before `head`. In the other order, ptxas 13.0 gives the kernel fewer
+  // registers.
   const Splits splits(args, blockIdx.y, static_cast<int>(blockIdx.x) / Config::kParts);
   const int head = static_cast<int>(blockIdx.x) / Config::kParts;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + head;

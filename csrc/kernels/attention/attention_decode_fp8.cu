@@ -3,7 +3,7 @@
 //
 // Roofline: codes and scales are read once from HBM: 2 * entries * Hkv * (D + 4) bytes.
 //
-// Surprising: trees use mma.sync even on Hopper, because wgmma would need the numbers of 16 bits in
+// Surprising: trees use mma.sync even on Hopper. wgmma would need the converted 16-bit numbers in
 // shared memory.
 #include "core/dispatch.h"
 #include "kernels/attention/decode_launch.cuh"

@@ -7,10 +7,10 @@
 //   2. Every warp computes the same probabilities, and multiplies its slice of the values.
 // 66 KiB of shared memory and up to 255 registers: two CTAs fit an SM, or one of sm_86 and sm_89.
 //
-// Surprising: a tile of a verified tree is fetched again for each token, its ancestors in the order
-// of depth. Rows of the cache are copied one by one anyway, and a CTA has few tokens: two if eight
-// query heads share a KV head. The tile is the one that plain decoding of the token has, so the
-// bits are the same.
+// Surprising: in a verified tree, the CTA fetches a tile for each token, which holds the token's
+// ancestors in the order of depth. Rows of the cache are copied one by one anyway, and a CTA has
+// few tokens: two if eight query heads share a KV head. Plain decoding of the token has the same
+// tile, so the bits are the same.
 #include "core/dispatch.h"
 #include "kernels/attention/decode_launch.cuh"
 #include "kernels/attention/wide_heads.cuh"
@@ -35,7 +35,7 @@ struct WideDecodeSmem {
   uint8_t paths[Config::kRows][kMaxTreeSize];  // by_position: ancestors of the row's token in order
 };
 
-// A KV tile: the entries from `entry` on, or those of the token of packed row `row` of the tree.
+// A KV tile from `entry` on, for all rows, or for the tree token of packed row `row` only.
 struct WideItem {
   int entry;
   int row;  // -1: for all rows
@@ -90,8 +90,8 @@ __device__ __forceinline__ int row_of_lane(const WideDecodeSmem<Config>& smem,
   return cache_row(args, page_of(args.tokens, seq.slot, entry), chunk.kv_head, entry);
 }
 
-// Sets the scores of entries of a token's own tile to -inf, for rows of other tokens and for
-// entries that the token does not see.
+// Masks the tile of one tree token: sets scores to -inf for rows of other tokens, and for entries
+// that the token does not see.
 template <typename Config>
 __device__ __forceinline__ void hide_tree_tile(float (&scores)[kKvTileN8][4],
                                                const PackedRows<Config::kRows>& packed, int window,

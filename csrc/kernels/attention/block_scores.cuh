@@ -2,11 +2,11 @@
 // m and Z of each head, one for the scores.
 //
 // A CTA has 128 compressed keys of a KV head and several tokens of a sequence. Each of four warps
-// keeps 32 keys in registers as operands of mma; the 16 query heads of one token after the other
-// are the rows. So a key is read once for all tokens of the CTA.
+// keeps 32 keys in registers as operands of mma. The rows are the 16 query heads of one token after
+// the other. So a key is read once for all tokens of the CTA.
 //
-//   coarse pass  partial m and Z of 128 keys: of each warp's 32 keys first, then of the four in
-//   order fine pass    f of 32 keys in a warp, then the largest f of each of its eight blocks
+//   coarse pass  m and Z of each warp's 32 keys, then of all 128, in the order of warps
+//   fine pass    f of each warp's 32 keys, then the largest f of each of the warp's eight blocks
 //
 // Maxima are rounded up to integers, so rescaling is exact (tiles.cuh). A normaliser is the sum of
 // its parts in the order of keys. Parts lie at fixed keys, so no sum depends on the other tokens.
@@ -30,8 +30,8 @@ constexpr int kTileBlocks = kWarpKeys / kFineRows;  // blocks of a warp's fine k
 // Scratch of a launch. A part is 128 coarse keys; num_heads is a multiple of 16.
 struct BlockScores {
   float2* parts;  // [tokens, Hkv, num_parts, num_heads]: m and Z
-  float* scores;  // [tokens, Hkv, num_blocks], without the first fine key of the next eight blocks
-  float* firsts;  // [tokens, Hkv, num_blocks / 8]: f of the first fine key of eight blocks
+  float* scores;  // [tokens, Hkv, num_blocks]: the last of eight blocks lacks the f in firsts
+  float* firsts;  // [tokens, Hkv, num_blocks / 8]: f of the first fine key of each eight blocks
   int num_parts, num_heads, num_blocks;
 
   BlockScores(float* scratch, int num_tokens, int num_kv_heads, const BlockScoresShape& shape)

@@ -124,8 +124,8 @@ __device__ __forceinline__ SplitRange split_range_of_cta(const AttentionArgs<T>&
   return range;
 }
 
-// Properties of the CTA's packed rows, in shared memory. One thread computes those of one row while
-// the queries are not there yet.
+// Properties of the CTA's packed rows, in shared memory. While the queries are in flight, each
+// thread computes the properties of one row.
 template <int kRows>
 struct PackedRows {
   uint64_t masks[kRows];  // visible entries of the step

@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
   const bool is_old = (exists(second) ? second : first) + kKvTile <= seq.first_entry;
   // If there are more CTAs than SMs, keys and values are loaded one after the other. The
-  // combination of the previous launch may still run, and the queries wait for its end. Its loads
-  // should not queue behind all loads that these CTAs could issue.
+  // combination of the previous launch may still run, and the queries wait for its end. The loads
+  // of that combination should not queue behind all loads that these CTAs could issue.
   const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_sms();
   const bool lends_tile = warp == Config::kWarps - 1;
   auto& queries_tile =

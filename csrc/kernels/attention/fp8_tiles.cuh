@@ -6,8 +6,8 @@
 //
 // Surprising: ldmatrix reads rows of 16 bytes as eight 16-bit elements. A lane receives two
 // neighbouring bytes where it would receive one element. The order of bytes in a row makes them
-// numbers c and c + 8, so the even bytes of a register are one operand B, and the odd bytes the
-// next. This holds with and without transposition.
+// numbers c and c + 8. So the even bytes of a register are one operand B, and the odd bytes are the
+// next one. This holds with and without transposition.
 #pragma once
 
 #include "kernels/attention/tiles.cuh"
@@ -18,8 +18,9 @@ template <typename T>
 struct Fp8Numbers;
 template <>
 struct Fp8Numbers<__half> {
-  // A code as float16 is 2^-8 times its value. Scales make up for it: probabilities times scales
-  // then have the size of values, not of values / 448, which float16 could not hold well.
+  // The bits of a code as float16 are 2^-8 times its value, so kScale multiplies the scales.
+  // Probabilities times scales then have about the size of the values. Without kScale they would
+  // have the size of values / 448, which float16 could not hold well.
   static constexpr float kScale = 256;
 
   // `codes`: two codes in the high bytes of both halves.

@@ -14,12 +14,12 @@
 //                 of the tree, the warp reads the token's ancestors in the order of depth. Rows of
 //                 other tokens are masked.
 //
-// ldmatrix takes one address from each lane, so the ancestors are read without a copy. Their
-// numbers and order are those of plain decoding, so the bits are the same.
+// ldmatrix takes one address from each lane, so the ancestors are read without a copy. Entries and
+// their order are those of plain decoding, so the bits are the same.
 //
 // Surprising: if a range has about half a split group or more (merge_from), the CTA sums the splits
-// of each group itself and uses a stage for the sum. This saves writing and reading partial
-// results: half a megabyte for each split of 32 tokens of 32 heads.
+// of each group itself. A stage holds the sum. This saves writing and reading partial results: half
+// a megabyte for each split of 32 tokens of 32 heads.
 //
 // Length of attention_many_rows_kernel: its phases are functions (many_rows_steps.cuh). The rest is
 // the CTA's split range, the stages and the main loop, which share all scalars.

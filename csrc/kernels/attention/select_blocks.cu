@@ -14,8 +14,8 @@
 //   4. choose_blocks_kernel: a CTA has one token and KV head and keeps the scores in registers. It
 //      finds the count-th largest two bits at a time, by counting.
 //
-// Surprising: m and Z stand for a head only as m + log2 Z, so f is a sum of powers of two without a
-// division. Scores are not negative, so their bits order like integers.
+// Surprising: m and Z of a head are used only as m + log2 Z, so f is a sum of powers of two without
+// a division. Scores are not negative, so their bits order like integers.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -41,8 +41,8 @@ struct ChooseSmem {
   uint32_t equal[kMaxSparseEntries / kPageSize / 32];
 };
 
-// Keys at least `value` are chosen, or if `num_equal` is not negative: larger keys, and the lowest
-// num_equal blocks whose key is `value`.
+// If `num_equal` is negative, the blocks whose keys are at least `value` are chosen. Otherwise
+// those with larger keys are chosen, and the lowest num_equal blocks whose key is `value`.
 struct Threshold {
   uint32_t value;
   int num_equal;

@@ -13,8 +13,9 @@
 // Surprising: each CTA ranks its blocks against all scores. That is 32 comparisons for each score,
 // but needs no threshold, no rounds of counting, and no CTA that tells others the result.
 //
-// The arithmetic is that of select_blocks.cu: parts of a normaliser lie at the same keys. There, a
-// sum is rescaled at each part, here once. Both are exact, since maxima are integers (tiles.cuh).
+// The arithmetic is that of select_blocks.cu: parts of a normaliser lie at the same keys.
+// select_blocks.cu rescales a sum at each part, this kernel once. Both are exact, since maxima are
+// integers (tiles.cuh).
 #include "core/dispatch.h"
 #include "kernels/attention/block_scores.cuh"
 
@@ -235,8 +236,8 @@ __device__ __forceinline__ void receive_scores(SelectOneSmem<Config>& smem,
   }
 }
 
-// How many candidates of the warp's share of the tiles come before block `lane` of this CTA's tile:
-// they have a higher score, or the same and a lower number.
+// The number of candidates in the warp's share of the tiles that come before block `lane` of this
+// CTA's tile. A candidate comes before if its score is higher, or equal and its number lower.
 template <typename Config>
 __device__ __forceinline__ int count_before(const SelectOneSmem<Config>& smem, int num_tiles) {
   const int lane = threadIdx.x % 32, own_tile = static_cast<int>(blockIdx.x);
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
     receive_parts<Config>(smem, messages, launch, num_tiles);
     __syncthreads();
-    // Every CTA with messages has sent one, so it has read the number before.
+    // Every CTA that sends messages has sent one. Before that, it has read `launches`.
     if (tile == 0 && threadIdx.x == 0) messages.launches = launch;
     if (warp < Config::kFineWarps) {
       if (lane < kHeads) {

@@ -7,9 +7,8 @@
 // values, 25 MB of partial results, 3.2 GFLOP.
 //
 // Schedule: a CTA has 64 packed rows of a KV head, as in many_rows.cuh, and a range of splits.
-//   1. Each token of the CTA takes its own range of its own splits. The CTA lists the blocks in
-//   which
-//      some token has a split of its range.
+//   1. Each token of the CTA takes a range of its own splits. The CTA lists the union of the blocks
+//      in these ranges.
 //   2. It copies one listed block at a time, the next one while it multiplies. A row that did not
 //      choose the block is masked. If several tokens chose it, four warps multiply it by wgmma on
 //      Hopper; otherwise each warp with such a row by mma.sync.
@@ -17,9 +16,8 @@
 //   Entries of a verified tree are taken as in many_rows.cuh.
 //
 // Surprising: splits are counted in a token's own list of blocks, so they do not depend on the
-// other tokens, and ranges are equally long although the chosen blocks are scattered. Tokens that
-// chose the same blocks have the same ranges, so no block is read twice. A masked block changes no
-// bit.
+// other tokens. Ranges are equally long although the chosen blocks are scattered. Tokens that chose
+// the same blocks have the same ranges, so no block is read twice. A masked block changes no bit.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -51,7 +49,7 @@ struct SparseSmem {
   int num_listed, num_shared;        // listed blocks, and those of them that end before the tree
 
   __device__ __forceinline__ uint64_t* words() { return reinterpret_cast<uint64_t*>(this + 1); }
-  // Blocks in ascending order, with kShared.
+  // Blocks in ascending order, some with the bit kSharedBlock.
   __device__ __forceinline__ uint16_t* list(int num_words) {
     return reinterpret_cast<uint16_t*>(words() + num_words);
   }
@@ -60,7 +58,7 @@ struct SparseSmem {
   }
 };
 
-constexpr int kSharedBlock = 0x8000;  // at least half of the CTA's rows chose the block
+constexpr int kSharedBlock = 0x8000;  // chosen by two tokens, or by one with half of the rows
 static_assert(kMaxWords * 64 <= kSharedBlock);
 
 // The tokens of a chunk of packed rows.

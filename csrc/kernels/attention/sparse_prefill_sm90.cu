@@ -9,9 +9,9 @@
 //   consumers  two warpgroups of 64 rows. A warpgroup skips blocks that none of its rows chose.
 //   While one warpgroup computes a softmax, the other one multiplies.
 //
-// Surprising: a KV tile is one block, although two at a time would be faster. Which blocks come
-// together would depend on the other tokens; so would the row maximum when probabilities are
-// rounded, and the bits. A masked block alone changes no bit.
+// Surprising: a KV tile is one block, although two at a time would be faster. With two, the other
+// tokens would decide which blocks form a tile. The row maximum at which probabilities are rounded
+// would depend on that, and so would the bits. A masked block alone changes no bit.
 #include "kernels/attention/decode.cuh"
 #include "kernels/attention/prefill_sm90.cuh"
 #include "kernels/attention/selected_splits.cuh"

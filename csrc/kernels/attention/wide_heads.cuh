@@ -4,9 +4,9 @@
 // queries, keys, values and outputs, and copies its own slices of keys and values. The scores of a
 // slice are a part of the scores, so the warps exchange them once for each KV tile of 32 entries.
 //
-// Surprising: the parts replace the slice's keys in shared memory, which nobody reads again. A CTA
-// then needs 64 KiB for keys and values, and one stage of each: while the values of a tile are
-// multiplied, the next keys arrive, and the other way round.
+// Surprising: the parts replace the slice's keys in shared memory, which no warp reads again. A CTA
+// then needs 64 KiB for keys and values, one stage of each. While the values of a tile are
+// multiplied, the next keys arrive. While keys are multiplied, their values arrive.
 #pragma once
 
 #include "kernels/attention/fp8_tiles.cuh"

@@ -50,7 +50,7 @@ int child_of(const std::vector<Node>& nodes, int parent, int token) {
   return 0;
 }
 
-// `text`: the context and the main path, of which `path_size` tokens.
+// `text`: the context, then `path_size` tokens of the main path.
 Match find_match(const DraftFillParams& p, const std::vector<int>& text, int path_size) {
   Match best{.length = p.min_ngram - 1};
   for (int first = 0; first <= std::min(path_size, p.max_depth - 1); ++first) {

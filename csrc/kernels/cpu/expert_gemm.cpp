@@ -37,8 +37,8 @@ struct Rows {
   int64_t y_row(int64_t i) const { return sorted_y ? i : routing.pairs[i]; }
 };
 
-// Calls multiply(sums [m, width] float32, x [m, K], expert) for each expert with pairs, where x are
-// its m rows, and rounds the sums to y.
+// Calls multiply(sums [m, width] float32, x [m, K], expert) for each expert with pairs. x holds the
+// m rows of the expert. Rounds the sums to y.
 template <typename Multiply>
 void for_each_expert(const Rows& rows, const Multiply& multiply) {
   const Routing& routing = rows.routing;

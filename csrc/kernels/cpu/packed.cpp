@@ -273,7 +273,7 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
 #pragma omp parallel for collapse(2)
     for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
-        uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
+        uint8_t* high = block_of(w, row_block, k_block);  // with one plane: the only block
         uint8_t* low = block_of(w, row_block, k_block + (w.layout.planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kPackedK;

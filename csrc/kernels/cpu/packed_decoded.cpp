@@ -21,8 +21,8 @@ float* scales_of(const PackedLayout& layout, uint8_t* block) {
   return reinterpret_cast<float*>(block + layout.code_bytes());
 }
 
-// The 128 codes of a row of a block, at nibble_place or byte_place, whose divisions would take most
-// of the time.
+// The 128 codes of a row of a block. They lie at nibble_place or byte_place. Calling these
+// functions for each code would spend most of the time on divisions.
 struct RowCodes {
   uint8_t at[kPackedK];
 

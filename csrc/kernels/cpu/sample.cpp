@@ -26,7 +26,7 @@ bool is_sound(const float* z, int vocab_size) {
 
 float largest(const float* z, int vocab_size) { return *std::max_element(z, z + vocab_size); }
 
-// Also those of `candidates`, unless it is null.
+// Writes the log-probabilities of a row, and those of `candidates` unless it is null.
 void write_logprobs(const float* z, int vocab_size, int token, const SlotSampling& s,
                     TokenLogprobs& out, TokenCandidates* candidates) {
   const float maximum = largest(z, vocab_size);

@@ -65,7 +65,7 @@ class Sequence {
       to[i] = from_float<T>(to_float(b[i]) * to_float(b[2 * width_ + i]));
     }
   }
-  // The output of a token, of u of the sequence's tokens.
+  // The output of a token. `inputs`: u of the sequence's tokens.
   void convolve(const T* inputs, int j) const {
     std::vector<const T*> rows(static_cast<size_t>(kernel_size_));
     int node = j, missing = 0;

@@ -51,7 +51,7 @@ void compress(const LayerKeys& layer, const StepTokens& tokens, int slot, int he
   }
 }
 
-// The scores of the blocks between for one query and KV head.
+// The scores of one query and KV head for the blocks [init_end, window_begin).
 template <typename T>
 class BlockScores {
  public:

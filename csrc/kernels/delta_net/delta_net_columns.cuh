@@ -1,7 +1,8 @@
 // The recurrence of gated_delta_net.cu: 8 columns of S in the registers of a warp.
 //
 // Lane l has rows g, g + 8, …, g + 120 of columns 2 p and 2 p + 1, where g = l % 8 and p = l / 8.
-// One token takes about 190 instructions. Three shuffles are in the chain from a token to the next:
+// One token takes about 190 instructions. The critical path from a token to the next has three
+// shuffles:
 //
 //   a = S^T k, b = S^T q                            both of the S before the token
 //   d = beta (v - decay a)

@@ -32,8 +32,8 @@ struct Exchange {
     }
 #endif
   }
-  // All CTAs of the head have initialised their barriers and have read what they share: the window
-  // and the pending tokens in global memory. NOTE: it does not publish writes.
+  // Waits until all CTAs of the head have initialised their barriers and have read the window and
+  // the pending tokens, which they share, from global memory. NOTE: it does not publish writes.
   static __device__ __forceinline__ void meet() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kSplit > 1) {
@@ -46,7 +46,7 @@ struct Exchange {
     ptx::mbarrier_wait(barrier(round), parity);
   }
 
-  // One thread says how many tokens have q and k from other CTAs.
+  // One thread calls it. `tokens`: the number of tokens whose q and k other CTAs send.
   __device__ __forceinline__ void expect_keys(int tokens) const {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     ptx::mbarrier_expect_bytes(barrier(kExchangeOfKeys), tokens * 2 * kKeyFloats * sizeof(float));
@@ -76,7 +76,7 @@ struct Exchange {
   __device__ __forceinline__ float* squares(int p, int place) const {
     return shared.squares + (p / kOwn * shared.num_squares + place) * kOwn + p % kOwn;
   }
-  // One thread says how many tokens the round has, a multiple of 4.
+  // One thread calls it. `tokens`: the number of tokens of the round, a multiple of 4.
   __device__ __forceinline__ void expect_squares(int round, int tokens) const {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kSplit > 1) {

@@ -337,8 +337,8 @@ struct Head {
 
   // ---- the window
 
-  // Calls f(column of a raw token in global memory, column in `window`) for each eighth of the
-  // CTA's columns. The columns of q and k belong to all CTAs of the head.
+  // Calls f(column of a raw token in global memory, column in `window`) for every 8 columns of
+  // the CTA. The columns of q and k belong to all CTAs of the head.
   template <typename F>
   __device__ __forceinline__ void each_chunk(int thread, int num_threads, F&& f) const {
 #pragma unroll 1
@@ -374,7 +374,7 @@ struct Head {
     });
     ptx::cp_async_commit();
   }
-  // After a barrier of the cluster behind load_window: all CTAs of a head read q and k.
+  // Call it after load_window and a cluster barrier, because all CTAs of a head read q and k.
   __device__ __forceinline__ void store_window(int thread, int num_threads) const {
     each_chunk(thread, num_threads, [&](int to, int c) {
       if (c < 2 * kDim && part != 0) return;

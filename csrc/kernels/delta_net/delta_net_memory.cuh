@@ -9,8 +9,8 @@ namespace cpmcu::cuda::delta_net {
 constexpr int kWindow = kConvTaps - 1;
 constexpr int kRawWidth = 3 * kDim;
 constexpr int kPendingWidth = kRawWidth + 8;
-// Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait for nothing
-// else of each other. One can be two stages ahead of another, so it never overwrites what is read.
+// Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait only for
+// sums of each other. A CTA can be two stages ahead of another, so it never overwrites sums in use.
 constexpr int kExchanges = 4;
 constexpr int kExchangeOfKeys = 1;  // in a decode step; sums of squares have exchange 0
 
@@ -79,17 +79,18 @@ struct Shared {
   static constexpr int kSplit = kCtas;
   static constexpr int kWidth = kDim / kSplit;            // columns of v
   static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
-  // Sums of squares of a token's o, each of 32 columns on Hopper, so that prompts and steps agree.
+  // Sums of squares of a token's o. In a cluster each has 32 columns, so that prompts and steps
+  // agree.
   static constexpr int kParts = kSplit > 1 ? 4 : 1;
 
   TreePlan* tree;
-  uint64_t* barriers;  // [kExchanges]: what all CTAs of the head send is there
+  uint64_t* barriers;  // [kExchanges]: the data of all CTAs of the head has arrived
   float* keys;         // [rows, 2, kKeyFloats] q and k
   float* v;            // [rows, kWidth]
   float* o;            // [outputs, kWidth]
   float* copies;       // [copies, warps, kTileFloats]
   float* squares;      // [kSplit, squares, kParts / kSplit] sums of squares of o from each CTA
-  T* window;           // [3 + raws, kWindowWidth] raw tokens before the step, and those after them
+  T* window;           // [3 + raws, kWindowWidth] raw tokens: 3 before the step, then the step's
   float2* gates;       // [rows] decay, beta
   int num_squares;     // of the capacity
 

@@ -7,8 +7,9 @@
 // 66 heads, each scheduler issues 370 instructions of the recurrence and 90 of the preparation:
 // about 0.25 us.
 //
-// Schedule: a value head of a sequence is a cluster of CTAs on Hopper, four for a step and two for
-// a prompt, else one CTA. A warp owns 8 columns of S in its registers (delta_net_columns.cuh).
+// Schedule: from compute capability 9.0 on, a value head of a sequence is a cluster of CTAs, four
+// for a step and two for a prompt. Before 9.0 it is one CTA. A warp owns 8 columns of S in its
+// registers (delta_net_columns.cuh).
 //
 // Decode step:
 //   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
@@ -78,7 +79,7 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, int c
     __syncthreads();
   }
   cta.exchange.meet();
-  ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
+  ptx::pdl_wait();  // until here, the kernel reads only what earlier passes wrote
   const auto produce = [&](int stage) {
     const int ended = stage - 2, summed = stage - 1;
     const int row = producer * kTokens + cta.token();
@@ -176,7 +177,7 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state,
     if (is_step) {
       cta.exchange.meet();
       if (num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
-      ptx::pdl_wait();  // all reads before are of data that earlier passes wrote
+      ptx::pdl_wait();  // until here, the kernel reads only what earlier passes wrote
       z = cta.load_z(min(mine, count - 1));
     }
     const auto source = cta.source(is_step);

@@ -10,8 +10,8 @@ namespace {
 constexpr int kDenseK = 64, kDenseRowBytes = 2 * kDenseK;
 
 // sums += 8 kGroups rows of x times 16 kTiles rows of W, 64 k. Rows have 128 bytes in shared memory
-// and their 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: the
-// lane's ldmatrix row in each m16 tile, first or second 8 k.
+// and their 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: for each
+// m16 tile, the address of the lane's ldmatrix row (dense_row_offset).
 template <typename T, int kTiles, int kGroups>
 __device__ __forceinline__ void accumulate_dense(float (&sums)[kTiles][kGroups][4], uint32_t rows,
                                                  const uint32_t (&weights)[kTiles],
@@ -43,7 +43,8 @@ __device__ __forceinline__ void accumulate_dense(float (&sums)[kTiles][kGroups][
   }
 }
 
-// Byte offset of the lane's ldmatrix row, if it is row `row` of a stage.
+// Byte offset of row `row` of a stage, for the lane that gives ldmatrix this row's address. Lanes 0
+// to 15 give the first 8 k, the others the second 8.
 __device__ __forceinline__ uint32_t dense_row_offset(int row) {
   const int lane = threadIdx.x % 32;
   return row * kDenseRowBytes + ((lane / 16 ^ lane % 8) << 4);

@@ -3,9 +3,8 @@
 //
 // GEMM i computes y = alpha * x W^T + beta * y, as packed_gemm or skinny_gemm does. If a GEMM has a
 // norm, `normed` stands for the RMS-normed rows of y, and the next GEMM reads it. The contents of
-// `normed` after the launch are unspecified. All W have
-// one layout of weight blocks (of one plane), or all have 16 bits.
-// y has the dtype of x.
+// `normed` after the launch are unspecified. All W have one layout of weight blocks (of one plane),
+// or all have 16 bits. y has the dtype of x.
 //
 // The first x may be the `out` of attention_splits: the kernel combines the splits first. The last
 // y may be the qkv of rotary_kv: the kernel then applies rotary_kv with the same bits. Of this y,
@@ -15,8 +14,9 @@
 // run on a device at a time (engine/graph_runner.h ensures it within a process). The kernel is not
 // used on a device that processes share through MPS.
 //
-// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. A GEMM of weight
-// blocks alone, without rotary_kv, is always a launch of packed_gemm, which is faster.
+// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. If there is only
+// one GEMM, of weight blocks and without rotary_kv, it is always a launch of packed_gemm: it is
+// faster.
 #pragma once
 
 #include <vector>
@@ -80,7 +80,8 @@ struct FusedLayerParams {
   std::vector<FusedGemm> gemms;  // 1 to kMaxFusedGemms
   RotaryKvParams rotary{};       // after the last GEMM; qkv empty: none
   AttentionParams attention{};   // before the first GEMM; out empty: none
-  // The first weights of the next fused layer launch, up to kMaxFollowing: may be prefetched to L2.
+  // The first weights of the next fused layer launch, which the kernel may prefetch to L2. At most
+  // kMaxFollowing.
   std::vector<PackedWeight> following{};
   Tensor memory;  // [fused_layer_bytes] uint8, initialised once by fused_layer_prepare
 };

@@ -1,10 +1,11 @@
-// Fused layer kernel for Hopper, up to kMaxFusedRows rows: y_i = alpha_i * x_i W_i^T + beta_i * y_i
-// for up to four dependent GEMMs of a decoder layer (fused_layer.h), with the norms between them,
-// the combination of attention splits before them, and RoPE with the KV write after them.
+// Fused layer kernel for Hopper, up to kMaxFusedRows rows: up to four dependent GEMMs of a decoder
+// layer (fused_layer.h), y_i = alpha_i * x_i W_i^T + beta_i * y_i. The kernel also computes the
+// norms between them, the combination of attention splits before them, and RoPE with the KV write
+// after them.
 //
 // Roofline: all W are read once. A layer of MiniCPM4-8B takes 41 us (4 bits) or 155 us (16 bits) at
-// 3 TB/s. As separate launches the GEMMs take 50 and 207 us at one row, because memory is idle
-// while a launch ends, the next one begins and its x arrives.
+// 3 TB/s. As separate launches the GEMMs take 50 and 207 us at one row. Memory is then idle while a
+// launch ends, the next one begins and its x arrives.
 //
 // Schedule: one persistent CTA per SM.
 //   producer thread 0 | W tiles of GEMM 0, 1, 2, 3 -> pipeline stages; never waits for x
@@ -48,8 +49,8 @@ using namespace fused;
 
 TRACED_FILE("fused_layer");
 
-// Producer warps: one for weights, one for x, one for the L2 prefetch. From 16 rows on, the
-// consumers need more registers than an equal share, so a whole warpgroup gives up its own.
+// Producer warps: one for weights, one for x, one for the L2 prefetch. Above 8 rows, the consumers
+// need more registers than an equal share, so a whole warpgroup gives up registers.
 template <int kGroups>
 constexpr int kProducerWarps = kGroups >= 2 ? 4 : 3;
 
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
         }
         if (!alone && warp < num_epilogue_tiles) epilogue.load_old(warp);
       };
-      if constexpr (kGroups < 8) prefetch();  // from 8 on: too few registers, see below
+      if constexpr (kGroups < 8) prefetch();  // with 8 groups, registers are too few
 
       // Main loop over this CTA's k blocks of the tile.
       float sums[2][kGroups][4] = {};

@@ -77,8 +77,8 @@ inline void check_gated_gemm(const GatedGemmParams& p) {
 }
 
 // y = RMSNorm(x) W^T for the few rows of a decode step, without a launch for the norm. A row's bits
-// do not depend on other rows. x * (norm_weight + norm_offset) is rounded to the dtype of x, the
-// sum is divided by the root mean square.
+// do not depend on other rows. On CUDA, the kernel multiplies x by W * (norm_weight + norm_offset)
+// in float32, then divides the sum by the root mean square. On the CPU, RMSNorm(x) is rounded.
 struct NormedGemmParams {
   Tensor y;            // [M, N]
   Tensor x;            // [M, K], K a multiple of 8

@@ -13,7 +13,7 @@ void large_gemm_sm90(const Context& ctx, const GemmParams& params, bool gated);
 void large_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
 #ifdef CPMCU_SM90
-  // It writes 16 bytes of a row at a time. The choice must not depend on M.
+  // The kernel writes 16 bytes of a row at a time. The choice must not depend on M.
   if (has_prompt_gemm(ctx.compute_capability) && params.y.dtype() == params.x.dtype() &&
       params.w.size(0) % 8 == 0 && params.y_stride % 8 == 0) {
     return large_gemm_sm90(ctx, params, false);

@@ -138,7 +138,7 @@ void launch_large(const Context& ctx, const GemmParams& p, LargeArgs args) {
 }
 
 // The tile size in rows of x with the least estimated time. Times are relative to a tile of 256
-// rows; a smaller tile also reads all of its rows of W, so its time is more than proportional. The
+// rows. A smaller tile also reads all of its rows of W, so its time is more than proportional. The
 // choice changes no bit.
 int rows_of_tile(const Context& ctx, const LargeArgs& args) {
   constexpr std::pair<int, double> kTimes[] = {{256, 1}, {128, 0.56}, {64, 0.36}};

@@ -49,7 +49,8 @@ struct LargeRing {
 };
 
 // Runs a CTA of a cluster of two. One thread of the third warpgroup calls `produce`, which waits
-// for earlier kernels itself. The other two warpgroups wait for them and call `multiply`.
+// for earlier kernels itself. The other two warpgroups wait for earlier kernels, then call
+// `multiply`.
 constexpr int kLargeThreads = kThreads + 128;
 template <typename Ring, typename F, typename G>
 __device__ __forceinline__ void run_large(const Ring& ring, F produce, G multiply) {
@@ -117,7 +118,7 @@ struct LargeTiles {
     int w, x;
   };
   __host__ __device__ __forceinline__ int count() const { return of_w * of_x; }
-  // This cluster's.
+  // The first tile of this cluster, and the distance to its next one.
   static __device__ __forceinline__ int first() { return blockIdx.x / 2; }
   static __device__ __forceinline__ int step() { return gridDim.x / 2; }
   __device__ __forceinline__ Place place(int tile) const {
@@ -150,7 +151,7 @@ constexpr int kLargeRowBytes = 128;  // shared memory of a row of y: up to 64 co
 // threads of the warpgroup synchronise before `shared` is written and after it is read.
 template <typename T>
 struct LargeOut {
-  T* y;  // [m, width], rows `stride` apart, a multiple of 8; as is width
+  T* y;  // [m, width], rows `stride` apart; both are multiples of 8
   int width;
   int64_t stride;
   int m;

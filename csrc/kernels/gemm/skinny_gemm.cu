@@ -7,9 +7,8 @@
 //   8 warps   warp w takes k chunks w, w + 8, ... of 64 k, straight from memory into mma fragments
 //             (16-byte loads, no shared memory), and refills a fragment right after its use
 //   epilogue  the warps' sums are added in warp order through shared memory
-// Nothing of this depends on M, so a row of y has the same bits whatever the batch; kTiles only
-// moves rows of W between CTAs. On Hopper a W of very many rows goes to skinny_gemm_sm90.cu
-// instead.
+// Nothing of this depends on M, so a row of y has the same bits whatever the batch. kTiles only
+// moves rows of W between CTAs. On Hopper, skinny_gemm_sm90.cu serves a W of very many rows.
 //
 // The surprising decision: the fragments have the "wrong" k. A lane loads 8 consecutive k of its
 // row and passes them to mma.m16n8k16 as if they were the k of the fragment layout. x is loaded in

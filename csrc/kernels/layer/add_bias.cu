@@ -4,8 +4,8 @@
 //
 // Schedule: one thread has 8 columns of a row. A CTA has 128 such threads, all of one row.
 //
-// Surprising: it is a launch of its own and not an epilogue of the GEMM, so the kernels of models
-// without biases stay as they are.
+// Surprising: the op is a launch of its own and not an epilogue of the GEMM. So the kernels of
+// models without biases stay as they are.
 #include "kernels/layer/add_bias.h"
 
 #include "core/launch.h"

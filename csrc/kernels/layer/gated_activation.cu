@@ -5,8 +5,8 @@
 // Schedule: one thread computes 8 elements from two 16-byte loads. A CTA has 128 such threads, all
 // of one row.
 //
-// Surprising: models whose activation is SiLU without a bias do not come here. The GEMMs of gate
-// and up compute theirs.
+// Surprising: models whose activation is SiLU without a bias do not use this op. Their GEMMs of
+// gate and up compute the activation.
 #include "kernels/layer/gated_activation.h"
 
 #include "core/launch.h"

@@ -5,8 +5,8 @@
 // Schedule: a CTA of 128 threads has one group of one token. It reads the group for the sum of
 // squares and again, from L1, for the result.
 //
-// Surprising: the CTA size does not depend on the width, and so neither does the order of the sum
-// on anything but the width.
+// Surprising: the CTA size is the same for all widths, so the order of the sum depends on the width
+// only.
 #include "kernels/layer/norm_heads.h"
 
 #include "core/launch.h"

@@ -1,8 +1,8 @@
 // The arithmetic of rotary_kv.h. All kernels that use it produce the same bits.
 //
-// Sine and cosine: the float32 angle (131072 and more) is reduced to half turns in float64 by three
-// operations, then sincospif is called. sincosf would do the reduction in a slow path with an array
-// in local memory.
+// Sine and cosine: three float64 operations reduce the float32 angle, which may exceed 131072, to
+// half turns for sincospif. sincosf would do the reduction in a slow path with an array in local
+// memory.
 #pragma once
 
 #include "kernels/launch_checks.h"

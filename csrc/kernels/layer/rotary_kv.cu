@@ -31,11 +31,11 @@ constexpr int kThreads = 64;
 
 template <typename T>
 struct RotaryKvArgs {
-  T* qkv;                 // [T, (Hq + 2 Hkv) * D]
+  T* qkv;                 // [T, columns of the layout]
   const T* bias;          // [(Hq + 2 Hkv) * D] or null
   const T* q_norm;        // [D] or null
   const T* k_norm;        // [D] or null
-  const float* inv_freq;  // [D / 2]
+  const float* inv_freq;  // [R / 2]
   T* k_cache;             // [pages, Hkv, 64, D]
   T* v_cache;             // [pages, Hkv, 64, D]
   float* k_scales;        // [pages, Hkv, 64]: the caches hold e4m3 codes; null: T

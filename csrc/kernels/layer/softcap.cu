@@ -4,7 +4,7 @@
 //
 // Schedule: one thread has one element.
 //
-// Surprising: tanhf, not tanh.approx: logprobs are compared with those of other engines.
+// Surprising: tanhf, not tanh.approx, because logprobs are compared with those of other engines.
 #include "kernels/layer/softcap.h"
 
 #include "core/launch.h"

@@ -7,8 +7,8 @@
 //   8 warps   warp w takes k chunks w, w + 8, ... of 64 k, straight from memory into mma fragments,
 //             and multiplies them with up to 8 or 32 pairs of the expert
 //   epilogue  expert_tiles.cuh
-// More pairs read W again, from L2. Nothing depends on the number of pairs but groups that
-// are left out, so a pair has the same bits in any company.
+// If an expert has more pairs, its W is read again, from L2. The number of pairs only decides which
+// groups are left out, so a pair's bits do not depend on the other pairs.
 //
 // The surprising decision: as in skinny_gemm.cu, a lane passes 8 consecutive k of its row to the
 // mma as if they were the k of the fragment layout. x is loaded in the same order.

@@ -12,13 +12,12 @@
 namespace cpmcu {
 
 struct ExpertRows {
-  Tensor y;  // [P, N], gated [P, N / 2]; dtype of x, or float32
-  Tensor x;  // [P / pairs_per_x, K], K a multiple of 8
-  int pairs_per_x =
-      1;            // pair p reads row p / pairs_per_x: k for rows of tokens, 1 for rows of pairs
-  Routing routing;  // of the P pairs
-  // Whether the launch before this one is a GEMM of experts with the same routing: the kernel then
-  // reads the routing, and requests weights, before that launch ends.
+  Tensor y;             // [P, N], gated [P, N / 2]; dtype of x, or float32
+  Tensor x;             // [P / pairs_per_x, K], K a multiple of 8
+  int pairs_per_x = 1;  // pair p reads row p / pairs_per_x of x: 1, or k if x has rows of tokens
+  Routing routing;      // of the P pairs
+  // Whether the launch before this one is a GEMM of experts with the same routing. The kernel then
+  // reads the routing and requests weights before that launch ends.
   bool routing_is_complete = false;
 };
 

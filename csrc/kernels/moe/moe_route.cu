@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing r
   }
   place += offset;
 
-  // The number of experts that have pairs, in the high half, and of the lower ones of them.
+  // High half: the number of experts that have pairs. Low half: how many of them are below `own`.
   int active = 0;
   for (int i = threadIdx.x; i < routing.num_experts; i += kThreads) {
     if (has_pairs[i]) active += (1 << 16) + (i < own);

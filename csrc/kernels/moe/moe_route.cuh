@@ -8,8 +8,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-// An integer in the order of floats. The zeros are equal, NaN is 1. 0 is free: an expert that is
-// not open.
+// An integer in the order of floats. Both zeros give the same integer, NaN gives 1. No float gives
+// 0: it marks an expert that cannot be chosen.
 __device__ __forceinline__ uint32_t ordered(float x) {
   if (isnan(x)) return 1;
   const uint32_t bits = __float_as_uint(x + 0.0f);

@@ -32,7 +32,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kChunk = 64;        // k of a warp's chunk
 constexpr int kUnroll = 4;        // chunks in flight per warp
 constexpr int kNormedRows = 8;    // most rows that a CTA norms
-constexpr int kMaxNormed = 4096;  // H up to which it does; 2 vectors of 8 a lane
+constexpr int kMaxNormed = 4096;  // H up to which a CTA norms rows; 2 vectors of 8 a lane
 
 struct RouterArgs {
   float* logits;            // [T, n]
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 // together in different banks.
 __device__ __forceinline__ int normed_stride(int k) { return 2 * k + 64; }
 
-// Warps w, w + 8, ... of rms_norm's CTA are this warp. So sums have the same order.
+// Warp w does the work of warps w, w + 8, ... of rms_norm's CTA. So sums have the same order.
 constexpr int kVirtual = kMaxNormed / 8 / kThreads;
 
 template <typename T>
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return SentLogits{args.messages + token * args.n, launch};
   };
   route_few<kHeld, kThreads>(logits_of, args.m, args.renormalise, args.routing);
-  // Every CTA with an expert has sent a logit, so it has read the number before.
+  // Every CTA with an expert has sent a logit. Before that, it has read `launches`.
   if (threadIdx.x == 0) *args.launches = launch;
 }
 

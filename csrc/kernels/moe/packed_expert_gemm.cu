@@ -6,13 +6,13 @@
 // Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
 // and every `splits`-th k block of 128 k. A CTA has 8 warps, so 8 / splits tiles.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
-//   multiply  unpacks exact integers, mma over 128 k, scale in float32
+//   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh
 // A pass has up to 8 kGroups pairs. If all blocks of a warp fit its stages, the next pass finds
-// them there; else it reads W again, from L2. A pair has the same bits in any company.
+// them there; else it reads W again, from L2. A pair's bits do not depend on the other pairs.
 //
 // The surprising decision: few registers and small CTAs. With 64 registers and 33 KB, gate and up
-// of one token are 384 CTAs, three an SM: all of W is requested at once, and the CTAs of down find
+// of one token are 384 CTAs, three an SM. All of W is requested at once, and the CTAs of down find
 // room beside them. `splits` depends on K, so that a warp has 1.5 blocks or more on average.
 #include "core/ptx.cuh"
 #include "kernels/gemm/packed/multiply.cuh"
@@ -32,7 +32,7 @@ struct PackedExpertArgs {
 template <typename Unpacker>
 struct alignas(16) Stage {
   char codes[kWarpTileBytes<Unpacker>];
-  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, then what Tile is made from
+  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, then tile data (unpack.cuh)
 };
 
 // Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.

@@ -1,9 +1,8 @@
-// packed_sorted_gemm on Hopper: y = x W[expert]^T for pairs sorted by expert, 4-bit W in weight
-// blocks.
+// packed_sorted_gemm on Hopper: y = x W[expert]^T for pairs sorted by expert, W in weight blocks.
 //
 // Roofline: 2 P N K operations, and the W of each expert that has pairs once. 1024 tokens of a
 // 30B-A3B layer have 8192 pairs, 64 an expert: 77 GFLOP, 0.11 ms at 680 TFLOP/s, and 0.31 GB of
-// weights, 0.10 ms at 3 TB/s. With 2048 tokens the weights count half.
+// int4, 0.10 ms at 3 TB/s. With 2048 tokens the operations double, the weights do not.
 //
 // Schedule: persistent clusters of two CTAs; a tile is 256 rows of one expert's W x 128 (or 64) of
 // its pairs. The main loop is that of kernels/gemm/packed/packed_large_sm90.cu.
@@ -11,11 +10,11 @@
 //   producer       its half of a weight block; half of the rows of x, multicast to both CTAs
 //   2 warpgroups   unpack 64 rows of W in registers, wgmma, scale into float32 sums
 //   epilogue       sorted_tiles.cuh
-// A tile's rows may reach into those of the next expert: its columns are computed and not stored.
+// A tile may contain pairs of the next expert: their results are computed and not stored.
 //
-// The surprising decision: K is never split. Whatever the tile, eight wgmma add the 128 k of a
-// weight block, and one multiply-add applies the scale. So a pair's bits are the same in any prompt
-// and any chunk, while the tile size follows the number of pairs.
+// The surprising decision: K is never split. Whatever the tile, the same wgmma add the k of a
+// scale, and one multiply-add applies the scale. So a pair's bits are the same in any prompt and
+// any chunk, while the tile size follows the number of pairs.
 #include "core/dispatch.h"
 #include "kernels/gemm/packed/large.cuh"
 #include "kernels/moe/sorted_tiles.cuh"

@@ -3,7 +3,7 @@
 // Row i of x belongs to pair routing.pairs[i]. `gather_pairs` makes it from the rows of tokens. So
 // an expert's rows are consecutive, and a kernel loads them as those of a dense matrix. The order
 // of additions depends on N and K only; a pair's bits depend neither on the other pairs nor on
-// their number. It is another order than that of expert_gemm, so one phase uses one of the two.
+// their number. expert_gemm has another order, so a phase never mixes the two.
 #pragma once
 
 #include "kernels/moe/expert_gemm.h"
@@ -49,7 +49,7 @@ inline void check_gather_pairs(const GatherPairsParams& p) {
         p.sorted.shape_text(), name_of(p.x.dtype()), p.x.shape_text(), p.routing.top_k);
 }
 
-// The same as pairs with a row of x each.
+// The same rows for the ops that are not sorted: each pair has its own row of x.
 inline ExpertRows rows_of_pairs(const SortedRows& rows) {
   return {.y = rows.y, .x = rows.x, .routing = rows.routing};
 }

@@ -81,7 +81,7 @@ struct ExpertTiles {
     __syncthreads();
   }
   __device__ __forceinline__ int count() const { return memory.before[num_experts] * w_tiles; }
-  // This cluster's.
+  // The first tile of this cluster, and the distance to its next one.
   static __device__ __forceinline__ int first() { return blockIdx.x / 2; }
   static __device__ __forceinline__ int step() { return gridDim.x / 2; }
 

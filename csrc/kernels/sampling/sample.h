@@ -10,8 +10,8 @@
 //   7. the Gumbel-max draw: the token with the largest (z - max z) / T + g, g = -log(-log(u))
 //
 // u comes from Philox-4x32-10 with key `seed` and counter (token / 4, position, stream). Therefore
-// the draw depends on nothing else, neither on the batch nor on speculation. If the temperature is
-// 0, the largest logit is taken. If two tokens are equal, the lower id wins.
+// u depends neither on the batch nor on speculation. If the temperature is 0, the largest logit is
+// taken. If two tokens are equal, the lower id wins.
 //
 // Filters are thresholds on the logit: a token whose logit equals the threshold passes. Top-p sums
 // probabilities as 40-bit fixed-point integers, so the order of the sum does not matter.
@@ -20,8 +20,8 @@
 // if a raw logit is NaN or +inf, or if the row has no mask and all its logits are -inf. Its
 // log-probabilities are then not written.
 //
-// Log-probabilities are those of the raw logits, before penalties, mask and temperature. A slot may
-// name the tokens that it wants them of.
+// Log-probabilities are those of the raw logits, before penalties, bias, mask and temperature. A
+// slot may name the tokens whose log-probabilities it wants.
 //
 // The candidates of a row are its most likely tokens after penalties, bias and mask. Lossy
 // verification accepts them (docs/speculation.md).
@@ -50,7 +50,7 @@ struct SlotSampling {
   int use_penalties = 0;  // any of the three penalties is on
   int use_bias = 0;
   int num_logprobs = -1;   // -1: no log-probabilities
-  int names_logprobs = 0;  // they are those of logprob_ids, not of the most likely tokens
+  int names_logprobs = 0;  // 1: of the tokens logprob_ids; 0: of the most likely ones
   int logprob_ids[kMaxLogprobs] = {};
 };
 

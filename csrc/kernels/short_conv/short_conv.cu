@@ -6,11 +6,11 @@
 // Schedule: a CTA has 32 channels of up to 64 tokens of a sequence. A warp has every eighth token,
 // a lane one channel.
 //   1. Each thread loads the window of its channel, with the accepted tokens of the last step.
-//   2. It computes its tokens. It multiplies the inputs of their ancestors again.
+//   2. It computes the outputs of its tokens. It computes u of their ancestors again.
 //   3. Barrier. The first warp of the sequence's first CTA stores the window.
 //
-// Surprising: only the first 64 tokens of a sequence read the window, because K - 1 is less
-// than 64. So the CTA that writes it is the only one that reads it, and a prompt needs no second
+// Surprising: only the first 64 tokens of a sequence read the window, because K - 1 is less than
+// 64. So the CTA that writes the window is the only one that reads it, and a prompt needs no second
 // launch.
 #include "kernels/short_conv/short_conv.h"
 

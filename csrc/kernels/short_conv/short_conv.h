@@ -9,7 +9,7 @@
 //
 // Deferred commit, as in kernels/delta_net/gated_delta_net.h: a decode step stores u of its tokens
 // (`pending`). The next step of the slot moves the accepted ones to `window`, which holds u of the
-// last K - 1 tokens. `folded` counts the tokens before which `window` stands.
+// last K - 1 tokens. `folded` is the number of tokens that `window` has taken in so far.
 #pragma once
 
 #include "kernels/op.h"

@@ -73,9 +73,8 @@ struct FinishStepParams {
 };
 REGISTER_OP(finish_step, FinishStepParams)
 
-// Starts a new sequence in a slot. Sets lengths and num_shared to `num_cached` and clears
-// counts. Then marks the prompt ids
-// with kPromptBit and counts the generated ids.
+// Starts a new sequence in a slot. Sets lengths and num_shared to `num_cached` and clears counts.
+// Then marks the prompt ids with kPromptBit and counts the generated ids.
 struct ResetSlotParams {
   int slot = 0;
   SlotState state;

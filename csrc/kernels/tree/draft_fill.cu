@@ -29,7 +29,7 @@ struct Shared {
   int tokens[kNodes], parents[kNodes], ranks[kNodes];
   float scores[kNodes];
   int main_path[kMaxDraftDepth];  // nodes, the root first
-  int num_main;                   // tokens of it
+  int num_main;                   // tokens of the main path
   int tail[kTail];                // tail[i]: the token i places before the end of the longest T_j
   int path[kMaxDraftDepth];       // of the context
   float log_rates[kMaxDraftDepth];

@@ -8,15 +8,15 @@
 // tokens after the place continue the path of j tokens, up to max_depth tokens. If the text ends
 // there, it repeats from the place on.
 //
-// The rate of a match of n tokens is the share of tokens behind such matches that were right:
+// The rate of matches of n tokens is the share of right tokens among the tokens behind them:
 //
 //   rate(n) = (hits[n] + 4 n / (n + 1)) / (trials[n] + 4)
 //
-// The score of a token on the context's path is the score of the token before it + log rate(n),
-// and n grows by one with each token. A token that the draft has already gets the larger of both
-// scores. The M best tokens of draft and path are the filled draft, in the order of their scores;
-// ties go to the draft and to the token that comes first. So a long match takes the place of the
-// draft's tokens, and a short one takes what is left.
+// The score of a token on the context's path is the score of the token before it + log rate(n). n
+// grows by one with each token. A token that the draft has already gets the larger of both scores.
+// The filled draft is the M best tokens of draft and path, in the order of their scores. Ties go to
+// the draft, then to the token that comes first. So a long match takes the place of the draft's
+// tokens, and a short one takes what is left.
 #pragma once
 
 #include "kernels/tree/tree.h"

@@ -2,8 +2,8 @@
 //
 // Roofline: latency.
 //
-// Surprising: no counter of drafted tokens is kept. It is the chain's length minus
-// SlotStop::max_tokens, the number of tokens that are left.
+// Surprising: the number of drafted tokens is not stored. It is the chain's length minus
+// SlotStop::max_tokens, the number of tokens that may still be drafted.
 #include "kernels/tree/inner_step.h"
 
 #include "core/launch.h"

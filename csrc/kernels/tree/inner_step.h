@@ -8,8 +8,8 @@
 //   accepted: n + 1 tokens             the n emitted ones, then the first token of the draft
 //   stops                              M - 1 tokens may still be drafted
 //
-// So an inner drafter that processes the accepted tokens writes again all entries that depend on
-// tokens after position L - n, where the sequence was certain when it last drafted.
+// When the inner drafter drafted before, the tokens up to position L - n were certain. By
+// processing the accepted tokens, it writes again all entries that depend on later tokens.
 #pragma once
 
 #include "kernels/op.h"

@@ -1,4 +1,4 @@
-// The rows of one of several MTP modules (csrc/speculative/drafters/mtp.cpp).
+// The rows of one of several MTP modules (csrc/speculative/drafters/mtp_modules.cpp).
 //
 // Row q of module m reads the id of token q + m + 1. L tokens are cached, so the rows from L - m on
 // read drafted tokens, which differ between the branches of a tree. `mtp_rows` makes the last
@@ -9,11 +9,11 @@
 //   n - e + r e + i, i < e, r < k    L - e + i  branch r of the draft
 //   others                           padding, behind all entries that other rows see
 //
-// A row is written to entry L - n + j of the module's cache, at position q. So the first branch
-// lies where the accepted tokens will.
+// Row j is written to entry L - n + j of the module's cache, at position q. So the first branch has
+// the entries that the accepted tokens will have.
 //
-// A prompt has no branches: the tokens beyond L are those of its chunk, and 0 beyond its end. There
-// is no padding: sequences have n rows.
+// A prompt has no branches: the tokens beyond L are those of its chunk, and id 0 beyond its end.
+// There is no padding: each sequence has n rows.
 #pragma once
 
 #include "kernels/op.h"
@@ -71,7 +71,7 @@ struct ShiftIdsParams {
 };
 REGISTER_OP(shift_ids, ShiftIdsParams)
 
-// What one sequence's rows are made of, for the CPU and CUDA implementations (nvcc compiles
+// The computation of one sequence's rows, for the CPU and CUDA implementations (nvcc compiles
 // constexpr functions for both).
 struct MtpSequence {
   const MtpRowsParams& p;
@@ -128,7 +128,8 @@ struct MtpSequence {
     const int candidate = p.beam.level_candidates[(seq * p.beam.depth + level) * topk + row];
     return p.beam.tokens[seq * num_candidates(topk, p.beam.depth) + candidate];
   }
-  // The row of its hidden state. `begin_before`: the sequence's first row of the launch before.
+  // The row of the hidden state that a row reads. `begin_before`: the sequence's first row in the
+  // launch before.
   constexpr int hidden_row_of(int row, int begin_before) const {
     const int position = position_of(row);
     if (!p.chain_hidden || p.module == 0) return p.slots.accepted.hidden_row(slot, position);

@@ -6,8 +6,9 @@
 // walks one tree. Each lane holds two nodes, so a step of the walk takes two votes. Results are
 // published as in step_ops.cu.
 //
-// Top-p verification: whether a node is accepted as a child depends on its parent's candidates
-// alone. So each lane ranks its nodes before the walk, and a step of the walk is one minimum.
+// Top-p verification: the first two rules (tree.h) rank the children of a node by the node's drawn
+// token and candidates. So each lane ranks its nodes before the walk, and a step of the walk is one
+// minimum. Only the third rule needs votes.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/tree/tree_checks.h"

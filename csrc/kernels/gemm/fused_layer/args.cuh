@@ -28,15 +28,16 @@ constexpr uint32_t kSummed = 64;  // at least the number of slices; divides 2^32
 
 // State kept from launch to launch. Zero at first.
 struct FusedState {
-  // Grid barrier i: CTAs that have completed all that GEMM i reads. One cache line each. Never
-  // reset.
+  // Grid barrier of GEMM i: the number of CTAs that have completed their part of all that GEMM i
+  // reads. A cache line for each counter. Never reset.
   uint32_t arrived[kMaxFusedGemms][32];
   uint32_t bases[kMaxFusedGemms];  // value of `arrived` before this launch
   uint32_t launches;
   // Double-buffered: one half is in use, the other is zeroed.
   ExactSum squares[2][kMaxFusedGemms][kMaxFusedRows];
-  // More than 16 rows: CTAs whose partial sums of a tile have arrived. One cache line each. A
-  // launch moves a counter from one multiple of kSummed to the next, whatever its number of slices.
+  // More than 16 rows: the number of CTAs whose partial sums of a tile have arrived. A cache line
+  // for each counter. A launch moves a counter from one multiple of kSummed to the next, whatever
+  // the number of slices.
   uint32_t summed[kMaxFusedGemms][kMaxFusedCtas][32];
 };
 static_assert(sizeof(FusedState) <= kFusedStateBytes);
@@ -48,7 +49,7 @@ struct WeightBlocks {
   int block_bytes;
   int slices, slice_blocks, longer_slices;
   int one_over_slices;  // 1 / slices in units of 2^-16, rounded up: divides small numbers
-  int active_ctas;      // CTAs with a part in the GEMM
+  int active_ctas;      // number of CTAs with a part in the GEMM
 
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };

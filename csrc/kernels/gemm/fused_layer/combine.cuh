@@ -10,8 +10,8 @@
 namespace cpmcu::cuda::fused {
 
 // Combines the splits of row `row` in 32 * kWidth columns of one head, from `column` on; kWidth
-// columns a lane. The code is short, because it runs once a launch and is fetched from L2. Waits
-// for attention.
+// columns a lane. The code is short, because it runs once a launch and is fetched from L2. Calls
+// pdl_wait() before it reads partial results.
 template <int kWidth, bool kMaySumRuns, typename T>
 __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
                                                 const FusedLayerArgs& args,

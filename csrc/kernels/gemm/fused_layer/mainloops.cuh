@@ -19,7 +19,7 @@ struct PackedMainloop {
   static constexpr float kScale = Unpacker::template kFactor<T>;  // factor in the sums
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
-  // layer at one row. From 32 rows on the consumers are the bottleneck, and more blocks are better.
+  // layer at one row. Above 16 rows the consumers are the bottleneck, and more blocks are better.
   static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 8 && !kHas8Bits ? 5 : 3;
 
   // Weight blocks that each CTA prefetches to L2 (prefetch.cuh), 18 MB in all. One row only.

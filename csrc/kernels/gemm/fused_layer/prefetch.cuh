@@ -23,7 +23,8 @@ constexpr int kNoMoreLoads = 1 << 20;  // added to num_loaded when no more prefe
 template <typename Mainloop>
 __device__ __forceinline__ void prefetch_weights(const FusedLayerArgs& args, int* num_loaded) {
   const int lane = threadIdx.x % 32;
-  // `number`: block index over both launches. `left`: blocks left of the next launch.
+  // `number`: block index over both launches. `left`: blocks of the next launch that may still be
+  // prefetched.
   int number = 0, left = Mainloop::kPrefetchBlocks;
   bool is_finished = false;
   long long before = clock64();
@@ -52,10 +53,12 @@ __device__ __forceinline__ void prefetch_weights(const FusedLayerArgs& args, int
   }
 }
 
-// Cycles between two L2 prefetches of a CTA; 0: no prefetch. There is no prefetch in three cases.
-// With more than one row, the main loop is the bottleneck, and prefetches delay other loads. If no
-// weights follow, a prefetch costs 0.7 us a layer. If a layer's KV entries take a fifth of L2, it
-// costs 2 us at 16384 entries of 2 heads. A rate 5 % above the peak keeps memory busy.
+// Cycles between two L2 prefetches of a CTA; 0: no prefetch. A rate 5 % above the peak keeps memory
+// busy. There is no prefetch in three cases:
+//   * More than one row: the main loop is the bottleneck, and prefetches delay other loads.
+//   * No weights follow: prefetches cost 0.7 us a layer.
+//   * A layer's KV entries take more than a fifth of L2: prefetches cost 2 us a layer at 16384
+//     entries of 2 heads.
 inline int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
   const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)

@@ -75,7 +75,7 @@ struct Ring {
 };
 
 // Weight producer, one thread: loads into every free stage. Until x of a GEMM has arrived, it keeps
-// one load in flight only, so that partial sums, counters and x of other CTAs do not queue behind
+// only one load in flight. Partial sums, counters and x of other CTAs then do not queue behind
 // weights. The first fill of the pipeline is exempt, unless all CTAs share the combination of
 // attention splits.
 template <typename Mainloop>
@@ -151,8 +151,9 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
       }
       ptx::copy_engine_fence();
     }
-    // If each CTA combines its slice of x, the stages of GEMM 0 are skipped. Their rows may already
-    // be consumed. The wait would then be for a phase that only this thread can complete.
+    // If each CTA combines its slice of x, this thread skips the stages of GEMM 0, and does not
+    // wait for `done` either. Their rows may already be consumed, so that the wait would be for a
+    // later phase, which needs rows from this thread.
     const bool brings = i > 0 || args.combine_mode != CombineMode::kPerCtaSlice;
     each_block(gemm, [&](int, int k_block) {
       if (brings) {

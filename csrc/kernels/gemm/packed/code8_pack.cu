@@ -4,8 +4,8 @@
 //
 // Schedule: a CTA has a weight block, a thread one word of codes after another.
 //
-// The surprising decision: a word gathers its codes one by one, from L1. It is at most a few
-// milliseconds a model, less than its transfer over the bus.
+// The surprising decision: a word gathers its codes one by one, from L1. Packing takes at most a
+// few milliseconds a model, less than the model's transfer over the bus.
 #include "kernels/gemm/packed/code8_pack.h"
 
 #include "core/launch.h"

@@ -2,11 +2,11 @@
 //
 // Roofline: bytes read plus bytes written, at load.
 //
-// Schedule: a CTA has a weight block. First a thread has the scales of a row, and eight lanes
-// exchange their largest. Then a thread writes one word of codes after another.
+// Schedule: a CTA has a weight block. First each thread reads the scales of a row, and eight lanes
+// find the largest of their scales. Then each thread writes one word of codes after another.
 //
-// The surprising decision: a word gathers its codes one by one, from L1, as in all packers. It is
-// at most a few milliseconds a model, less than its transfer over the bus.
+// The surprising decision: a word gathers its codes one by one, from L1, as in all packers. Packing
+// takes at most a few milliseconds a model, less than the model's transfer over the bus.
 #include "kernels/gemm/packed/float_group_pack.h"
 
 #include "core/launch.h"

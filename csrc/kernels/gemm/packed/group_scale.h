@@ -1,8 +1,8 @@
 // Group scales of weight blocks (layout.h): bytes with five bits of exponent and three of mantissa.
 //
-// Checkpoints have two kinds of group scales. An e4m3 scale becomes such a byte exactly. For a
-// power of two (e8m0), the byte holds the ratio to the largest in 8 rows x 128 k. The largest goes
-// into the float32 scale of these rows.
+// Checkpoints have two kinds of group scales. An e4m3 scale becomes such a byte exactly. If scales
+// are powers of two (e8m0), the byte holds the ratio of a scale to the largest scale of 8 rows x
+// 128 k. The largest scale goes into the float32 scale of these rows.
 #pragma once
 
 #include <bit>
@@ -15,8 +15,9 @@ namespace cpmcu {
 
 constexpr int kTopExponent = 30;  // of a byte: the largest power of two of 8 rows x 128 k
 
-// Powers of two below the largest that are exact in float16 times any code. Smaller ones
-// become 0: their part of a sum is below the precision of float32 (e4m3: a quarter above it).
+// A power of two at most 2^most_exponents below the largest one is exact in float16 times any code.
+// Smaller ones become 0: their part of a sum is below the precision of float32 (e4m3: a quarter
+// above it).
 constexpr int most_exponents(Codes codes) { return codes == Codes::kE2m1 ? 24 : 22; }
 
 CPMCU_HOST_DEVICE inline uint8_t group_scale_of_e4m3(uint8_t code) {

@@ -5,8 +5,8 @@
 // Schedule: a CTA has a weight block, a thread one word of codes after another, then scales and
 // zero points.
 //
-// The surprising decision: bytes of all forms are gathered one by one, through L1, so a form is one
-// expression.
+// The surprising decision: bytes of all forms are gathered one by one, through L1. So each form
+// takes one expression.
 #include "kernels/gemm/packed/int8_pack.h"
 
 #include "core/launch.h"

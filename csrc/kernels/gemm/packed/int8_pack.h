@@ -9,12 +9,12 @@ namespace cpmcu {
 // beyond.
 struct Int8PackParams {
   PackedWeight w;
-  // The dtype tells the form: uint8 [n, K] holds q, int8 [n, K] holds q - 128, int32 [K / 4, n]
-  // holds q with k = 4 row + i in byte i.
+  // The dtype tells the form. uint8 [n, K] holds q. int8 [n, K] holds q - 128. int32 [K / 4, n]
+  // holds q: byte i of a word is k = 4 row + i.
   Tensor codes;
   Tensor scales;  // the layout's scale_dtype, [n or 1, G]; beside int32 [G, n]
-  // If W has zero points, int32 words of four bytes: [G, n / 4] beside int32, byte i is n = 4
-  // column + i; else [n / 4, G], byte i is n = 4 row + i.
+  // If W has zero points, int32 words of four bytes. If the codes are int32, they are [G, n / 4]
+  // and byte i is n = 4 column + i. Otherwise they are [n / 4, G] and byte i is n = 4 row + i.
   Tensor zeros{};
   int zero_offset = 0;      // added to the bytes, modulo 256
   int64_t first_row = 0;    // in the checkpoint's order; a multiple of 8

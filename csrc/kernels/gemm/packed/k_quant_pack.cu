@@ -5,8 +5,8 @@
 // Schedule: a CTA has a weight block. A thread writes the records of a row, then one word of codes
 // after another.
 //
-// The surprising decision: d and e, one for 256 k, are in both blocks of these k, so a block needs
-// no other.
+// The surprising decision: both weight blocks of 256 k store the d and e of these k, so a kernel
+// needs no other block.
 #include "kernels/gemm/packed/k_quant_pack.h"
 
 #include "core/launch.h"

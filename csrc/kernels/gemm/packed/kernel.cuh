@@ -6,8 +6,7 @@
 // work hides behind that stream up to M = 32; at M = 64 it takes as long.
 //
 // Schedule: a CTA owns 256 rows of W and a slice of K.
-//   producer warp     weight blocks (int4: 16.9 KB; one bulk copy each) -> stages, before x is
-//   there;
+//   producer warp     weight blocks (int4: 16.9 KB, one bulk copy) -> stages, before x arrives;
 //                     rows of x by TMA, or cp.async before Hopper, once earlier kernels are done
 //   8 consumer warps  32 rows of W each: unpack exactly, mma over 128 k, scale in float32
 //   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
@@ -16,8 +15,8 @@
 // each row of x separately. So a row of y has the same bits for every M.
 //
 // The surprising decision: scales never touch the weights. Codes are exact in 16 bits, so the
-// tensor cores sum codes * x over 128 k. One float32 multiply-add per sum and block
-// applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
+// tensor cores sum codes * x over 128 k. One float32 multiply-add per sum and block applies the
+// scale. That is cheaper than scaling every weight, and no weight is rounded.
 #pragma once
 
 #include <climits>
@@ -37,7 +36,7 @@ constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
 template <typename Mma, int kGroups>
 constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32);
 
-// Launches of up to 16 rows that cut K into slices overlap: while one launch multiplies its last
+// Launches of up to 16 rows that cut K into slices overlap. While one launch multiplies its last
 // blocks and adds its slices, the next one fills its stages. So an SM can hold two CTAs of
 // successive launches. It must not hold two CTAs of one launch, because all other CTAs would wait
 // for those two. Therefore one launch takes more than half of an SM's shared memory, and the next
@@ -73,14 +72,15 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 
   // Barriers.
   const auto init = [&](int i) {
-    // One arrival announces the bytes of bulk copies; without TMA, 32 lanes that copy rows arrive
-    // too.
+    // One arrival announces the bytes of bulk copies. Without TMA, the 32 lanes that copy rows of x
+    // also arrive.
     const auto mine = ring.stage(i);
     ptx::mbarrier_init(mine.full, Mma::kTensorMap ? 1 : 33);
     ptx::mbarrier_init(mine.empty(), kWarps * kArrivals<kGroups>);
   };
   // All warps share the initialisation, because a barrier costs 30 to 40 cycles. Up to 8 rows one
-  // warp does it. These CTAs start early enough, and earlier loads would delay the previous launch.
+  // warp does it all: these CTAs start early enough, and earlier loads would delay the previous
+  // launch.
   if constexpr (kGroups == 1) {
     if (threadIdx.x < args.stages) {
       init(threadIdx.x);
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(256)
 
 // ---- launchers
 
-// Whether this launch takes more than half of the registers, not of the shared memory: every second
-// launch of a context.
+// Whether this launch takes more than half of an SM's registers instead of its shared memory: true
+// for every second launch of a context.
 bool takes_registers(const Context& ctx) {
   return ctx.overlapping_launches != nullptr && (*ctx.overlapping_launches)++ % 2 == 1;
 }
@@ -216,8 +216,8 @@ void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
   }
   args.stages = std::min(kMaxStages, (shared_bytes - receive_bytes) / kStageBytes);
   // Loads before x arrives. With more rows, loading x takes longer, so fewer weights may be queued
-  // before it. If K is not cut, up to 32 rows, the weights take longer than x, so all stages are
-  // filled.
+  // before it. If K is not cut and there are at most 32 rows, the weights take longer than x. Then
+  // all stages are filled.
   args.early_stages = args.stages;
   args.early_l2_blocks = 0;
   if (sends) {

@@ -9,15 +9,15 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Half of a weight block, 128 rows of W: codes, then room for scales and what Tile is made from.
+// Half of a weight block, 128 rows of W: codes, then room for scales and tile data (unpack.cuh).
 constexpr int kHalfRows = kPackedRows / 2;
 template <typename Unpacker>
 constexpr int kHalfCodes = kScaleOffset<Unpacker> / 2;
 template <typename Unpacker>
 constexpr int kHalfBytes = kHalfCodes<Unpacker> + (Unpacker::kExtraBytes / 2 + 511) / 512 * 512;
 
-// Of K-quants there are kernels with tiles of 64 rows of x only. With a minimum, registers would
-// not hold the sums of 128.
+// For K-quants all kernels have tiles of 64 rows of x. With a minimum, registers would not hold the
+// sums of 128 rows.
 template <typename Unpacker>
 constexpr bool kHasSmallTiles = std::is_same_v<Unpacker, K4> || std::is_base_of_v<K8, Unpacker>;
 inline bool has_small_tiles(const PackedLayout& layout) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, cons
   }
 }
 
-// Which rows of half a weight block a consumer warp multiplies: one m16 tile of a warp tile.
+// The rows of half a weight block that a consumer warp multiplies: one m16 tile of a warp tile.
 struct HalfBlockRows {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = ptx::uniform_warp();
   const int warp_tile = warp / 2;

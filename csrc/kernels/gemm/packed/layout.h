@@ -7,7 +7,7 @@
 //   kE2m1    e2m1(q) * group scale * scale         scales [32], float32; group scales
 //   kK4      d s q - e m                           records [256]; of minima [256]
 //   kK8      d s (q - 128) - e m                   the same; without a minimum, records only
-//   kOther   what `decode` says: a layout from outside, on the CPU only
+//   kOther   as `decode` computes them: a layout of a plugin, on the CPU only
 //
 // int4 with two planes has 8 bits: the first K columns hold the high nibbles with 16 times the
 // scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
@@ -16,9 +16,9 @@
 // has. A number times such a scale is not exact in 16 bits, so kernels scale the sums of 32 k.
 //
 // Group scales of floats: bytes [256][128 / group], one for `group` k of a row. Byte b is the
-// number 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If it is 0, so
-// are the codes. A code times a group scale is exact in 16 bits. kE4m3 may have them
-// too.
+// number 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If a group scale
+// is 0, the codes of its group are 0. A code times a group scale is exact in 16 bits. kE4m3 may
+// have group scales too.
 //
 // K-quants of llama.cpp have scales of two levels. The record of a row has d, float16, and a byte s
 // for each group of k: 32 k (kK4), or 16 (kK8, where s is signed). A record of minima has e and the
@@ -47,7 +47,7 @@ struct PackedLayout {
   bool minimum = false;             // kK4: true; kK8
   DType scale_dtype = DType::kF16;  // kInt4, kInt8: or kBF16
   int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
-  int group = 0;                    // k of a group: 0 (128), 32, and of kE2m1 and kK8 16
+  int group = 0;                    // k of a group: 0 (128) or 32; kE2m1, kK8: also 16
   int64_t other_block_bytes = 0;    // kOther only
   Decode decode = nullptr;          // kOther only
 
@@ -74,7 +74,7 @@ struct PackedLayout {
     }
     return other_block_bytes;
   }
-  // Whether one launch of kernels can read both.
+  // Whether one launch can read weight blocks of both layouts.
   bool unpacks_like(const PackedLayout& other) const {
     return codes == other.codes && planes == other.planes && zero_points == other.zero_points &&
            minimum == other.minimum && group == other.group;

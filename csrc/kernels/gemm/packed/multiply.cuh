@@ -48,8 +48,8 @@ struct MmaSync {
   template <int kGroups>
   using LaneRows = cuda::LaneRows<kGroups>;
 
-  // `part`, `x_sums` and `tiles` are those of a group of k; `next_group` is called after each but
-  // the last.
+  // `part`, `x_sums` and `tiles` belong to a group of k. `next_group` is called after each group
+  // but the last.
   template <typename Unpacker, typename T, int kGroups, typename N, typename F>
   static __device__ __forceinline__ void multiply(
       float (&part)[2][kGroups][4], XSums<Unpacker, T, kGroups>& x_sums, int, uint32_t weights,
@@ -129,7 +129,8 @@ struct LaneWeights {
   static __device__ __forceinline__ int row() {
     return threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4;
   }
-  // The offset of what the row's Tile is made from. Beside each zero point is a scale of two bytes.
+  // The offset of the row's tile data (unpack.cuh). If scales have twice the bytes of tile data, it
+  // is half that of the row's scale.
   __device__ __forceinline__ uint32_t tile(uint8_t form) const {
     if constexpr (Unpacker::kScaleBytes != 2 * Unpacker::kTileBytes) {
       return Unpacker::kTileOffset + row() * Unpacker::tile_row_bytes(form);

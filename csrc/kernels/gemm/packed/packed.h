@@ -13,7 +13,7 @@
 //
 // `packed_gemm`: the order of additions depends on N and K only, so a row's bits do not depend on
 // the number of rows. More than 64 rows have a kernel of their own on Hopper; elsewhere they go in
-// blocks of 64 rows. A scale multiplies a float32 sum over the 128 k of a block.
+// blocks of 64 rows. A scale multiplies a float32 sum over the k that share it, at most 128.
 #pragma once
 
 #include <algorithm>

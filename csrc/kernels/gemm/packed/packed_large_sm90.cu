@@ -1,8 +1,8 @@
-// packed_gemm on Hopper for more rows than a decode step has: y = alpha * x W^T + beta * y, 4-bit
-// W, any M.
+// packed_gemm on Hopper for more rows than a decode step has: y = alpha * x W^T + beta * y, W in
+// weight blocks, any M.
 //
 // Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP: 1.4 ms at the
-// 680 TFLOP/s that cuBLAS reaches in float16. Its 124 MB of weights take 0.04 ms. The kernel
+// 680 TFLOP/s that cuBLAS reaches in float16. Its 124 MB of int4 take 0.04 ms. The kernel
 // reaches 74 % of the peak: beside each wgmma (64 tensor core cycles) a warp issues 8 instructions
 // to unpack and 8 to scale.
 //
@@ -10,14 +10,14 @@
 //                  CTA 0: rows 0-127 of W   CTA 1: rows 128-255 of W
 //   producer       its half of a weight block; half of the rows of x, multicast to both CTAs
 //   2 warpgroups   unpack 64 rows of W in registers, wgmma, scale into float32 sums
-//   slices of K    the sum of the slices before waits in shared memory
+//   slices of K    shared memory keeps the sum of the previous slices
 //   epilogue       the rows of y are columns of the sums; transposed in shared memory
 //
 // The surprising decision: y has the bits of packed_gemm's other kernels, whatever M. The order of
-// additions is the same: 16 k in an instruction, eight instructions in a group, the group's sum
-// times its scale in float32, then groups and slices in order. So a prompt may be cut into chunks
-// of any length. No weight is dequantised to memory: that step alone took longer than this kernel
-// takes for 256 rows.
+// additions is the same: 16 k in an instruction, up to eight instructions in a group, the group's
+// sum times its scale in float32, then groups and slices in order. So a prompt may be cut into
+// chunks of any length. No weight is dequantised to memory: that step alone took longer than this
+// kernel takes for 256 rows.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/gemm/packed/large.cuh"

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// An int4 block: the codes of a warp tile, two k steps after another, then scales and zero points.
+// An int4 block: the codes of each warp tile, in pairs of k steps, then scales and zero points.
 constexpr int kPairBytes = 512, kWarpTileBytes = kPackedK / 32 * kPairBytes;
 constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes;
 // The offset of the zero points in blocks with `groups` scales for a row.
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kThreads) int4_pack_kernel(const __grid_consta
   };
   char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
-  // If a part does not begin at a multiple of 16, a word holds rows of two parts: keep the other's
-  // bits.
+  // If a part does not begin at a multiple of 16, a word holds rows of two parts: keep the bits of
+  // the other part.
   for (int word = threadIdx.x; word < kScaleOffset / 4; word += kThreads) {
     uint32_t bits = 0, mask = 0;
     for (int i = 0; i < 8; ++i) {

@@ -7,11 +7,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-// The rows of a part, of weight blocks of W.
+// The rows of a part of W, and the weight blocks of W.
 struct PartRows {
   char* blocks;
   int64_t block_bytes;
-  int n, rows;             // rows of W; of the part
+  int n, rows;             // rows of W; rows of the part
   int first_row, end_row;  // to write, in the checkpoint's order; the last part has the padding too
   bool gated, interleaved;
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ Place place_of(int word, int i) {
 }
 
 // Writes the codes of a block, by all threads. code_of(row of the part or -1, place) gives a code.
-// A word may hold rows of two parts: the other's bits stay.
+// A word may hold rows of two parts: the bits of the other part stay.
 template <int kBits, typename F>
 __device__ __forceinline__ void write_codes(const PartRows& part, char* block, F code_of) {
   constexpr uint32_t kMask = (1u << kBits) - 1;

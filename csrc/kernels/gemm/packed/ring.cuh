@@ -1,5 +1,5 @@
-// The pipeline through which packed_gemm_kernel gets packed blocks and rows of x, and the warp that
-// produces its stages.
+// The pipeline through which packed_gemm_kernel gets weight blocks and rows of x, and the warp that
+// fills its stages.
 #pragma once
 
 #include "kernels/gemm/packed/multiply.cuh"
@@ -54,10 +54,10 @@ struct PackedRing {
 template <int kGroups>
 constexpr int kLoadsLeftAtTrigger = kGroups == 1 ? 3 : 0;
 
-// Producer warp. It loads weights into every free stage, and rows of x once earlier kernels are
-// done. Before that it loads at most early_stages stages of weights, because rows of x queue behind
-// them, and prefetches the next early_l2_blocks to L2. k blocks [first_block, first_block +
-// blocks_of_tile) of each tile.
+// Producer warp. It visits the k blocks [first_block, first_block + blocks_of_tile) of each tile.
+// It loads weights into every free stage, and rows of x once earlier kernels are done. Before that
+// it loads at most early_stages stages of weights, because rows of x queue behind them, and
+// prefetches the next early_l2_blocks to L2.
 template <typename Mma, typename Unpacker, int kGroups>
 __device__ __forceinline__ void produce(const PackedGemmArgs& args,
                                         const PackedRing<Unpacker, kGroups>& ring, int first_tile,

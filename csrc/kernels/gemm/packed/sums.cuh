@@ -9,7 +9,7 @@
 
 namespace cpmcu::cuda {
 
-// Of the kernels of packed_gemm, in all its files.
+// The arguments of all kernels of packed_gemm.
 struct PackedGemmArgs {
   TensorMap x_map;     // used if Mma::kTensorMap
   void* y;             // [M, N], T or float32; gated: [M, N / 2]
@@ -127,8 +127,8 @@ __device__ __forceinline__ void store_whole(const PackedGemmArgs& args,
     }
   }
 }
-// Calls f(row of x, stored row n of W, its sum, the sum of n + 8) for the lane's sums; `n` is its
-// first.
+// Calls f(row of x, stored row n of W, sum of n, sum of n + 8) for the lane's sums. The argument
+// `n` is the lane's first stored row.
 template <int kGroups, typename F>
 __device__ __forceinline__ void each_pair(const float (&sums)[2][kGroups][4], int n, F f) {
 #pragma unroll
@@ -164,7 +164,7 @@ struct SliceReceiver {
   // Fragments of an m16 tile. A fragment has a lane's sums of a row group.
   static constexpr int kFragments = kGroups * 32;
   uint32_t fragments, received;
-  int slice, lane;  // of this CTA; of this thread
+  int slice, lane;  // the slice of this CTA; the lane of this thread
 
   // By one thread.
   __device__ __forceinline__ void open(const PackedGemmArgs& args) const {
@@ -241,7 +241,7 @@ struct SliceReceiver {
         store_pair<T>(args, row + 1, n, sum[1], sum[3]);
       }
     }
-    ptx::mbarrier_wait(received, 0);  // other CTAs write to this CTA's memory until then
+    ptx::mbarrier_wait(received, 0);  // until then, other CTAs write to this CTA's memory
   }
 };
 #else

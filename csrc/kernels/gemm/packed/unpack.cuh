@@ -1,24 +1,24 @@
 // Unpackers: how the kernels read the weight blocks of a layout (layout.h).
 //
 // A kernel takes an unpacker as a template parameter. It has
-//   kBits            of a code: 4 or 8; the codes are in the order of nibble_place or byte_place
+//   kBits            bits of a code, 4 or 8; codes are in the order of nibble_place or byte_place
 //   kExtraBytes      most bytes of a block behind the codes
 //   Fragment         a lane's codes of one m16 tile and one k step
 //   kFactor<T>       unpacked numbers are the numbers of the layout times kFactor, exact in T
 //   Tile<T>          what a lane keeps for the rows g and g + 8 of an m16 tile of a block
-//   kTileOffset      of what Tile is made from: zero points or group scales; kTileBytes at most,
-//                    tile_bytes in a block, tile_row_bytes for a row
+//   kTileOffset      byte offset of a block's tile data: zero points or group scales. Bytes of tile
+//                    data: kTileBytes at most, tile_bytes in a block, tile_row_bytes for a row
 //   unpack<T>        Fragment, Tile and k step -> the A fragment of mma.m16n8k16
-//   scale_place      of a row: byte offset of its scale in a block; scale_step: to the row 8
+//   scale_place      byte offset of a row's scale in a block; scale_step: from there to the row 8
 //                    further
-//   load_scale       of a row's place and a group of k: the float32 factor of a sum over
-//                    kScaleSteps k steps
-//   kScaleSteps      8, all of a block, or fewer: what Tile is made from is 1 byte further for the
-//                    next group
+//   load_scale       row's place and group of k -> the float32 factor of a sum over kScaleSteps k
+//                    steps
+//   kScaleSteps      k steps that share a scale: 8, all of a block, or fewer. If fewer, the tile
+//                    data of the next group is 1 byte further
 //   kHasMinimum      if declared: load_min, the float32 factor of a sum of x, which is subtracted
 // load_tile, load_scale and load_min take an address in shared memory, or a pointer.
-// `form` is a number of the layout that kernels get at run time (scale_form): one kernel serves
-// layouts that differ in little, because each kernel takes seconds to compile.
+// `form` is a number that tells layouts apart at run time (scale_form). One kernel serves several
+// similar layouts, because each kernel takes seconds to compile.
 #pragma once
 
 #include "kernels/gemm/packed/unpack_floats.cuh"
@@ -95,7 +95,8 @@ inline uint8_t scale_form(const PackedLayout& layout) {
 }
 
 // Kernels for 9 to 16 rows of x, and fused ones for more than 64, exist for the layouts that most
-// checkpoints have. Other layouts take kernels for more rows. The bits of y are the same.
+// checkpoints have. For 9 to 16 rows, other layouts take the kernel for 32 rows. The bits of y are
+// the same.
 template <typename Unpacker>
 constexpr bool kIsCommon = Unpacker::kScaleSteps == 8 && !std::is_same_v<Unpacker, GroupedE4m3>;
 inline bool is_common(const PackedLayout& layout) {

@@ -92,8 +92,8 @@ struct GroupScales {
   static constexpr int tile_bytes(uint8_t) { return kTileBytes; }
   static constexpr int tile_row_bytes(uint8_t) { return 4 * kTileWords; }
 
-  // The group scale of row g or g + 8 at a k step, twice: times 1 in float16, times 2^112 in
-  // bfloat16, whose numbers of codes are that much smaller.
+  // The group scale of row g or g + 8 at a k step, in both halves of a word: times 1 in float16,
+  // times 2^112 in bfloat16. The bfloat16 numbers of codes are that much smaller.
   template <typename T>
   static __device__ __forceinline__ uint32_t scale_of(const Tile<T>& tile, int half, int step) {
     const int i = step * 16 / kGroup;
@@ -119,7 +119,8 @@ struct GroupScales {
   }
 };
 
-// Groups of 16, or of 32, whose group scales load_tile doubles.
+// e2m1 with groups of 16, or of 32. For 32, load_tile repeats each group scale, so that each 16 k
+// have one.
 struct E2m1 : GroupScales<4, 16> {
   using Fragment = uint32_t;
   template <typename T>
@@ -134,7 +135,7 @@ struct E2m1 : GroupScales<4, 16> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Place row = scales + half * 8 * tile_row_bytes(by_16);
-      // With groups of 32, the second word is another row's, and not used.
+      // With groups of 32, the second word belongs to another row and is not used.
       const uint32_t words[2] = {load_word(row), load_word(row + 4)};
       tile.rows[half][0] = __byte_perm(words[0], words[1], first);
       tile.rows[half][1] = __byte_perm(words[0], words[1], second);

@@ -48,8 +48,9 @@ __device__ __forceinline__ float load_float(const char* from) {
 
 // ---- integers
 
-// Bits of `form` (scale_form).
-constexpr uint8_t kFirstForm = 1;  // scales are bfloat16; eight rows share one; groups of 16
+// Bits of `form` (scale_form). kFirstForm: bfloat16 scales of integers, groups of 16 of e2m1, or
+// one scale for eight rows of e4m3.
+constexpr uint8_t kFirstForm = 1;
 constexpr uint8_t kZerosForm = 2;  // integers with groups have zero points
 
 enum class Zeros { kNone, kAll, kByForm };
@@ -157,7 +158,7 @@ struct Int8 : IntegerScales<Zeros::kByForm, 4> {
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 1.0f / 64;
 
-  // What turns the biased numbers of rows g and g + 8 into (q - z) * kFactor, exactly.
+  // Constants that turn the biased numbers of rows g and g + 8 into (q - z) * kFactor, exactly.
   template <typename T>
   struct Tile {
     uint32_t zeros[2];

@@ -16,7 +16,7 @@ struct Records {
   static constexpr int scale_bytes(uint8_t) { return kScaleBytes; }
   static __device__ __forceinline__ int scale_place(int row, uint8_t) { return kRecord * row; }
   static __device__ __forceinline__ int scale_step(uint8_t) { return 8 * kRecord; }
-  // Both are exact: 11 bits times 8.
+  // Scales and minima are exact in float32: a product of 11 and 8 bits.
   template <typename Place>
   static __device__ __forceinline__ float load_scale(Place row, int k_group, uint8_t) {
     const int byte = load_byte(row + 2 + k_group);
@@ -83,8 +83,8 @@ struct K8WithMinimum : K8 {
 template <typename Unpacker>
 constexpr bool kHasMinimum = requires { Unpacker::kHasMinimum; };
 
-// Sums of a group of k of each row of x, for unpackers with a minimum: a product with rows of ones,
-// which are kFactor as the unpacked numbers are.
+// For unpackers with a minimum: the sum of each row of x over a group of k, as a product with rows
+// of ones. kFactor scales the ones, as it scales the unpacked numbers.
 template <typename Unpacker, typename T, int kGroups, bool kUsed = kHasMinimum<Unpacker>>
 struct XSums {};
 template <typename Unpacker, typename T, int kGroups>

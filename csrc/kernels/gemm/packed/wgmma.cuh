@@ -20,10 +20,10 @@ struct WgmmaOf {
   template <int kGroups>
   struct LaneRows {};  // wgmma reads rows of x itself
 
-  // part = fragments of 128 k times rows of x. unpack_to(a, pair, step, i) makes the fragment of k
-  // step `step` of the pair `pair` of steps, and of m16 tile i. kSteps of them, 1 or 2, are
-  // multiplied at a time. `part` is that of a group of kScaleSteps k steps; `next_group` is called
-  // after each group but the last. Calls `meanwhile` when all wgmma are issued.
+  // part = fragments of 128 k times rows of x. unpack_to(a, pair, step, i) makes the fragment of
+  // m16 tile i and of k step `step` (0 or 1) of pair `pair`. One or two k steps (kSteps) are
+  // multiplied at a time. `part` holds the sums of a group of kScaleSteps k steps; `next_group` is
+  // called after each group but the last. Calls `meanwhile` when all wgmma are issued.
   template <typename Unpacker, typename T, int kGroups, int kMostSteps = 2, typename Unpack,
             typename N, typename F>
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
@@ -36,7 +36,7 @@ struct WgmmaOf {
     [[maybe_unused]] uint32_t ones[4];
     if constexpr (kHasMinimum<Unpacker>) x_sums.make_ones(ones);
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
-    // Steps are unpacked while those before are multiplied.
+    // A step is unpacked while the previous one is multiplied.
     uint32_t a[2][kSteps][kTiles][4];
 #pragma unroll
     for (int first = 0; first < 8; first += kSteps) {
