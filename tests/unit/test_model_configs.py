@@ -376,7 +376,7 @@ def test_refuses(family: str, changes: dict[str, Any], words: list[str]) -> None
         assert word in message
 
 
-def test_cuda_has_three_head_dims() -> None:
-    with pytest.raises(ValueError, match=r"is 80, expected one of 64, 128, 256 on CUDA"):
+def test_cuda_has_four_head_dims() -> None:
+    with pytest.raises(ValueError, match=r"is 80, expected one of 64, 128, 256, 512 on CUDA"):
         build(tiny_config("llama", head_dim=80), device="cuda")
     assert build(tiny_config("llama", head_dim=80)).head_dim == 80
