@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "kernels/cpu/accepted_path.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -56,17 +57,9 @@ class Head {
 
   // Adds the accepted tokens of the slot's last step to S.
   void fold() {
-    const Accepted& accepted = p_.accepted;
-    if (accepted.counts == nullptr || *folded_ == length_) return;
-    const int count = accepted.counts[slot_];
-    const int* path = accepted.paths + int64_t{slot_} * accepted.max_path;
-    if (*folded_ + count != length_ || std::any_of(path, path + count, [&](int node) {
-          return node < 0 || node >= p_.pending.size(2);
-        })) {
-      return;
-    }
-    for (int i = 0; i < count; ++i) {
-      const T* row = pending_ + path[i] * shape_.pending_width();
+    for (const int node :
+         accepted_path(p_.accepted, slot_, *folded_, length_, p_.pending.size(2))) {
+      const T* row = pending_ + node * shape_.pending_width();
       Raw raw(shape_.raw_width());
       for (size_t c = 0; c < raw.size(); ++c) raw[c] = to_float(row[c]);
       const T* gates = row + shape_.raw_width();

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "kernels/cpu/accepted_path.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -42,16 +43,10 @@ class Sequence {
  private:
   // Moves the accepted tokens of the slot's last step to the window.
   void fold() {
-    const Accepted& accepted = p_.accepted;
-    if (accepted.counts == nullptr || *folded_ == length_) return;
-    const int count = accepted.counts[slot_];
-    const int* path = accepted.paths + int64_t{slot_} * accepted.max_path;
-    if (*folded_ + count != length_ || std::any_of(path, path + count, [&](int node) {
-          return node < 0 || node >= p_.pending.size(1);
-        })) {
-      return;
+    for (const int node :
+         accepted_path(p_.accepted, slot_, *folded_, length_, p_.pending.size(1))) {
+      remember(pending_ + node * width_);
     }
-    for (int i = 0; i < count; ++i) remember(pending_ + path[i] * width_);
   }
   void remember(const T* inputs) {
     std::copy(before_.begin() + width_, before_.end(), before_.begin());
