@@ -22,7 +22,7 @@ class Swapped:
     """The pages of a sequence in host memory."""
 
     num_pages: int  # of layers without a window
-    # Of each group of layers: the number of the first page within the sequence, and the blocks.
+    # For each group of layers: the number of its first page within the sequence, and the blocks.
     groups: list[tuple[int, list[int]]]
 
 

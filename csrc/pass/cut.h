@@ -29,9 +29,9 @@ struct CutTarget {
   bool fuses_layers = false;  // the fused layer kernel runs
   bool prefetches = true;     // a fused layer may load weights of the next launch to L2
 
-  // Of the device that runs the pass.
+  // The target of a device.
   static CutTarget of(const Context& ctx) { return {.fuses_layers = fused_layer_runs(ctx)}; }
-  // Of compute capability 10 * major + minor; 0: the CPU.
+  // The target of a compute capability, 10 * major + minor; 0: the CPU.
   static CutTarget of_capability(int capability) { return {.fuses_layers = capability == 90}; }
 };
 

@@ -20,7 +20,7 @@ extension_or_skip()
 
 KINDS = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-# Where a block has its float16 numbers.
+# Byte offsets of the float16 numbers in a block.
 HALVES = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
     **{"IQ4_XS": (0,), "IQ4_NL": (0,)},

@@ -16,7 +16,7 @@ struct Records {
   static constexpr int scale_bytes(uint8_t) { return kScaleBytes; }
   static __device__ __forceinline__ int scale_place(int row, uint8_t) { return kRecord * row; }
   static __device__ __forceinline__ int scale_step(uint8_t) { return 8 * kRecord; }
-  // Scales and minima are exact in float32: a product of 11 and 8 bits.
+  // A scale or minimum is the product of 11 and 8 bits, which float32 holds exactly.
   template <typename Place>
   static __device__ __forceinline__ float load_scale(Place row, int k_group, uint8_t) {
     const int byte = load_byte(row + 2 + k_group);
