@@ -24,9 +24,15 @@ MTP head is that head (mtp_acceptance.py):
 
     python -m scripts.synthetic --preset qwen3.5-9b --acceptance 0.8 --out DIR
 
---quant gptq (--draft-quant gptq for the draft) stores the layers' projections and a head's fc in
-4 bits with groups of 128: random bits, with scales that give the same standard deviation. An MTP
-head and the projections that published files leave dense stay dense.
+--quant (--draft-quant for the draft) stores the layers' projections and a head's fc quantised:
+random bits, with scales that give the same standard deviation. An MTP head and the projections
+that published files leave dense stay dense. So does the fc of a draft with synthetic acceptance,
+except in gptq.
+
+    gptq   4 bits with groups of 128
+    fp8    e4m3 with blocks of 128 x 128
+    nvfp4  e2m1 with groups of 16 (compressed-tensors)
+    int8   8 bits with one scale for a row (compressed-tensors)
 
 The experts of qwen3-30b-a3b and qwen3.5-35b-a3b are chosen about equally often. With --set
 common_experts=2 nearly every token chooses experts 0 and 1, a quarter of its eight, so neighbours
@@ -46,6 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.synthetic.acceptance import pair_presets
+from scripts.synthetic.formats import FORMATS
 from scripts.synthetic.mtp_acceptance import mtp_preset
 from scripts.synthetic.presets import PRESETS, Preset
 from scripts.synthetic.tensors import Config
@@ -71,9 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, with --quant float16")
-    parser.add_argument("--quant", choices=["gptq"], help="store projections in 4 bits (GPTQ)")
-    parser.add_argument("--draft-quant", choices=["gptq"], help="the same for the draft")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, with gptq float16")
+    parser.add_argument("--quant", choices=FORMATS, help="store projections in this format")
+    parser.add_argument("--draft-quant", choices=FORMATS, help="the same for the draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size-gb", type=float, default=5.0)
     parser.add_argument("--num-hidden-layers", type=int, help="default: the model's")
@@ -116,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Path, str | None]]:
-    """(Preset, folder, 4-bit format) of each checkpoint to write. `config`: with overrides.
+    """(Preset, folder, format) of each checkpoint to write. `config`: with overrides.
 
     Raises SystemExit for flags that do not go together.
     """
@@ -157,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     jobs = list_jobs(args, config)
     for _, out, _ in jobs:  # checked before the tensors are generated
         check_out(out, args.force, args.tokenizer)
-    dtype = args.dtype or ("float16" if args.quant else "bfloat16")
+    dtype = args.dtype or (FORMATS[args.quant].dtype if args.quant else "bfloat16")
     for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scripts.synthetic.gptq import GROUP_SIZE, LEVELS_STD, gptq_tensors, quantised
+from scripts.synthetic.formats import quantised
+from scripts.synthetic.gptq import GROUP_SIZE, LEVELS_STD, gptq_tensors
 from scripts.synthetic.layouts import (
     decoder_tensors,
     draft_vocabulary,
@@ -110,8 +111,8 @@ def draft_tensors(
     for spec in eagle_tensors(config):
         if spec.name != "fc.weight":
             spec = quiet(spec, config)
-            yield from quantised([spec]) if quant else [spec]
-        elif quant:
+            yield from quantised([spec], quant) if quant else [spec]
+        elif quant == "gptq":
             yield from pass_left_half_in_4_bits(hidden)
         else:
             yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
@@ -226,5 +227,6 @@ def pair_presets(
         {},
         lambda c: draft_tensors(c, seed, pair, draft_quant),
         draft=True,
+        quantised=True,
     )
     return target, draft

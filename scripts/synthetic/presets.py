@@ -25,6 +25,7 @@ class Preset:
     tensors: Callable[[Config], Iterable[TensorSpec]] = decoder_tensors
     files: dict[str, bytes] = field(default_factory=dict)  # further files, written unchanged
     draft: bool = False  # has token_counts.npy, but no tokenizer and no generation_config.json
+    quantised: bool = False  # `tensors` lists quantised projections itself
     with_vision: bool = False  # written as the language model of a model with vision
 
 

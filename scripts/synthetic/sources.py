@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,15 @@ from cpmcu.loading.tensors import STORAGE_DTYPES
 Array = npt.NDArray[Any]
 
 CHUNK = 1 << 24  # elements of a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Words of `least` plus a sum of `terms` random words with the bits of `mask`."""
+
+    mask: int
+    least: int = 0
+    terms: int = 1
 
 
 class Source(Protocol):
@@ -30,12 +40,8 @@ class Source(Protocol):
     ) -> Iterator[Array]:
         """Row i is `scale` times unit vector index[i] of the `count` vectors of this seed."""
 
-    def words(self, seed: int, count: int) -> Iterator[Array]:
-        """Generates int32 words of eight q. Each q is 1 plus the sum of two integers from 0 to 7.
-
-        The mean of q is 8, so weights have mean 0. Otherwise a bias common to all rows would grow
-        from layer to layer.
-        """
+    def words(self, seed: int, count: int, bits: Bits) -> Iterator[Array]:
+        """Generates `count` int32 words."""
 
 
 class NumpySource:
@@ -58,14 +64,12 @@ class NumpySource:
         for begin in range(0, index.size, step := max(1, CHUNK // columns)):
             yield encode(table[index[begin : begin + step]].ravel(), dtype)
 
-    def words(self, seed: int, count: int) -> Iterator[Array]:
+    def words(self, seed: int, count: int, bits: Bits) -> Iterator[Array]:
         rng = np.random.default_rng(seed)
         for begin in range(0, count, CHUNK):
-            first, second = (
-                rng.integers(0, 1 << 32, min(CHUNK, count - begin), dtype=np.uint32)
-                for _ in range(2)
-            )
-            made = (first & 0x77777777) + (second & 0x77777777) + np.uint32(0x11111111)
+            made = np.full(min(CHUNK, count - begin), bits.least, np.uint32)
+            for _ in range(bits.terms):
+                made += rng.integers(0, 1 << 32, made.size, dtype=np.uint32) & np.uint32(bits.mask)
             yield made.view(np.int32)
 
 
@@ -103,15 +107,15 @@ class TorchSource:
         for begin in range(0, index.size, step := max(1, CHUNK // columns)):
             yield self.staged(table[rows[begin : begin + step]].to(kind).flatten(), dtype)
 
-    def words(self, seed: int, count: int) -> Iterator[Array]:
+    def words(self, seed: int, count: int, bits: Bits) -> Iterator[Array]:
         torch = self.torch
         generator = torch.Generator(self.device).manual_seed(seed)
+        mask, least = (int(np.uint32(value).view(np.int32)) for value in (bits.mask, bits.least))
         for begin in range(0, count, CHUNK):
-            values = torch.empty(
-                (2, min(CHUNK, count - begin)), dtype=torch.int32, device=self.device
-            )
-            values.random_(generator=generator)
-            made = (values & 0x77777777).sum(0, dtype=torch.int32) + 0x11111111
+            size = (bits.terms, min(CHUNK, count - begin))
+            values = torch.empty(size, dtype=torch.int32, device=self.device)
+            values.random_(-(1 << 31), 1 << 31, generator=generator)
+            made = (values & mask).sum(0, dtype=torch.int32) + least
             yield self.staged(made, "int32")
 
     def staged(self, values: Any, dtype: str) -> Array:

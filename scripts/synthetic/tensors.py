@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.synthetic.sources import Array, Source
+from cpmcu.loading.tensors import STORAGE_DTYPES
+from scripts.synthetic.sources import Array, Bits, Source
 
 Config = dict[str, Any]
 Fill = Callable[[Source, int, int, str], Iterator[Array]]  # source, seed, count, dtype -> chunks
@@ -38,6 +39,20 @@ def stored(values: Array) -> Fill:
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         yield np.ascontiguousarray(values).reshape(-1)
+
+    return fill
+
+
+def random_bits(bits: Bits) -> Fill:
+    """A fill with random words, of which a tensor of bytes has four elements each."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        kind = STORAGE_DTYPES[dtype]
+        size = np.dtype(kind).itemsize
+        for chunk in source.words(seed, -(-count * size // 4), bits):
+            elements = chunk.view(kind)[:count]
+            count -= elements.size
+            yield elements
 
     return fill
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cpmcu.convert.output import NewTensor, check_destination, new_directory, write_safetensors
 from cpmcu.loading.tensors import TensorMeta
-from scripts.synthetic.gptq import quantisation_config, quantised
+from scripts.synthetic.formats import quantisation_config, quantised
 from scripts.synthetic.hybrid import wrapped_config, wrapped_tensors
 from scripts.synthetic.layouts import token_counts
 from scripts.synthetic.presets import Preset
@@ -166,11 +166,11 @@ def write_checkpoint(
 ) -> Progress:
     """Writes the directory under a temporary name next to `out`, then renames it.
 
-    `quant` "gptq": stores projections in 4 bits, unless the preset stores them in 4 bits itself.
+    `quant`: the format of projections, one of FORMATS. A preset may store some itself.
     """
     config = {**preset.config, "torch_dtype": dtype}
     if quant:
-        config["quantization_config"] = quantisation_config(config)
+        config["quantization_config"] = quantisation_config(config, quant)
     if preset.draft:
         tokenizer = None
     elif tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
@@ -190,8 +190,8 @@ def write_checkpoint(
         if tokenizer is not None:
             copy_tokenizer(tokenizer, directory)
         specs = list(preset.tensors(config))
-        if quant and not any(spec.name.endswith(".qweight") for spec in specs):
-            specs = list(quantised(specs))
+        if quant and not preset.quantised:
+            specs = list(quantised(specs, quant))
         if preset.with_vision:
             specs = list(wrapped_tensors(specs))
         tensors = [new_tensor(spec, dtype, seed, source) for spec in specs]

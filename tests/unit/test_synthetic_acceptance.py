@@ -62,12 +62,12 @@ def expected_length(acceptance: float) -> tuple[float, float]:
     return mean, float(np.sqrt((lengths - mean) ** 2 @ share))
 
 
-@pytest.fixture(scope="module", params=[0.5, 0.8, 1.0, "0.75 in 4 bits"])
+@pytest.fixture(scope="module", params=["0.5", "0.8", "1.0", "0.75 gptq", "0.75 fp8"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[float, Path, Path]:
-    number, *in_4_bits = str(request.param).split()
-    quant = ("--quant", "gptq", "--draft-quant", "gptq") if in_4_bits else ()
+    number, *forms = request.param.split()
+    quant = [word for form in forms for word in ("--quant", form, "--draft-quant", form)]
     acceptance = float(number)
     preset = "tiny-llama" if acceptance == 0.5 else "tiny-minicpm"  # both layouts of a draft
     return acceptance, *write_pair(tmp_path_factory.mktemp("pair"), preset, acceptance, *quant)

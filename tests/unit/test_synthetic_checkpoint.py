@@ -257,7 +257,7 @@ def test_longrope_has_half_a_head_of_factors() -> None:
         assert len(scaling["long_factor"]) == len(scaling["short_factor"]) == count
 
 
-def test_4_bits(tmp_path: Path) -> None:
+def test_gptq(tmp_path: Path) -> None:
     from cpmcu.loading.checkpoint import open_checkpoint
     from cpmcu.quant.packing import unpack_gptq
     from cpmcu.quant.registry import plan_quant
