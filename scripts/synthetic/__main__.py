@@ -33,6 +33,7 @@ except in gptq.
     fp8    e4m3 with blocks of 128 x 128
     nvfp4  e2m1 with groups of 16 (compressed-tensors)
     int8   8 bits with one scale for a row (compressed-tensors)
+    q4_k_m a GGUF file, DIR/model.gguf, with a tokenizer of bytes and without RoPE scaling
 
 The experts of qwen3-30b-a3b and qwen3.5-35b-a3b are chosen about equally often. With --set
 common_experts=2 nearly every token chooses experts 0 and 1, a quarter of its eight, so neighbours
@@ -53,6 +54,7 @@ from typing import Any
 
 from scripts.synthetic.acceptance import pair_presets
 from scripts.synthetic.formats import FORMATS
+from scripts.synthetic.gguf import GGUF, GGUF_FILE
 from scripts.synthetic.mtp_acceptance import mtp_preset
 from scripts.synthetic.presets import PRESETS, Preset
 from scripts.synthetic.tensors import Config
@@ -79,7 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, with gptq float16")
-    parser.add_argument("--quant", choices=FORMATS, help="store projections in this format")
+    parser.add_argument(
+        "--quant", choices=[*FORMATS, GGUF], help="store projections in this format"
+    )
     parser.add_argument("--draft-quant", choices=FORMATS, help="the same for the draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size-gb", type=float, default=5.0)
@@ -163,8 +167,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--shard-size-gb is {args.shard_size_gb}, but must be above 0")
     jobs = list_jobs(args, config)
     for _, out, _ in jobs:  # checked before the tensors are generated
-        check_out(out, args.force, args.tokenizer)
-    dtype = args.dtype or (FORMATS[args.quant].dtype if args.quant else "bfloat16")
+        holds = GGUF_FILE if args.quant == GGUF and out == args.out else "config.json"
+        check_out(out, args.force, args.tokenizer, holds)
+    dtype = args.dtype or (FORMATS[args.quant].dtype if args.quant in FORMATS else "bfloat16")
     for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,

@@ -15,6 +15,7 @@ import numpy as np
 from cpmcu.convert.output import NewTensor, check_destination, new_directory, write_safetensors
 from cpmcu.loading.tensors import TensorMeta
 from scripts.synthetic.formats import quantisation_config, quantised
+from scripts.synthetic.gguf import GGUF, GGUF_FILE, gguf_specs, write_gguf
 from scripts.synthetic.hybrid import wrapped_config, wrapped_tensors
 from scripts.synthetic.layouts import token_counts
 from scripts.synthetic.presets import Preset
@@ -136,10 +137,12 @@ def check_config(config: Config) -> None:
             raise SystemExit(f"{key} is {value!r}, but must be a positive {expected}")
 
 
-def check_out(out: Path, force: bool, tokenizer: Path | None = None) -> None:
+def check_out(
+    out: Path, force: bool, tokenizer: Path | None = None, holds: str = "config.json"
+) -> None:
     sources = [] if tokenizer is None else [tokenizer]
     try:
-        check_destination(out, sources, overwrite=force, flag="--force")
+        check_destination(out, sources, overwrite=force, flag="--force", holds=holds)
     except ValueError as error:
         raise SystemExit(str(error)) from error
 
@@ -166,8 +169,10 @@ def write_checkpoint(
 ) -> Progress:
     """Writes the directory under a temporary name next to `out`, then renames it.
 
-    `quant`: the format of projections, one of FORMATS. A preset may store some itself.
+    `quant`: the format of projections, one of FORMATS or GGUF's. A preset may store some itself.
     """
+    if quant == GGUF:
+        return write_gguf_model(preset, out, seed, device, force)
     config = {**preset.config, "torch_dtype": dtype}
     if quant:
         config["quantization_config"] = quantisation_config(config, quant)
@@ -196,3 +201,20 @@ def write_checkpoint(
             specs = list(wrapped_tensors(specs))
         tensors = [new_tensor(spec, dtype, seed, source) for spec in specs]
         return write_weights(tensors, directory, shard_bytes)
+
+
+def write_gguf_model(preset: Preset, out: Path, seed: int, device: str, force: bool) -> Progress:
+    """Writes one GGUF file in the directory `out`, named after it."""
+    check_out(out, force, holds=GGUF_FILE)
+    source = make_source(device)
+    specs = gguf_specs(preset.tensors(preset.config), preset.config)
+    progress = Progress(sum(spec.nbytes for spec in specs))
+    with new_directory(out) as directory:
+        write_gguf(
+            directory / GGUF_FILE,
+            specs,
+            preset.config,
+            lambda spec: spec.fill(source, tensor_seed(seed, spec.name)),
+            progress.of_file(),
+        )
+    return progress

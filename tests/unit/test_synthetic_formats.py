@@ -65,3 +65,52 @@ def test_formats(preset: str, form: str, tmp_path: Path) -> None:
     loaded = load_model(str(out), config=config)
     assert loaded.spec.linear_method == "packed"
     assert len(set(generate(loaded.engine, [5, 900, 17], 12))) > 1
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
+def test_gguf(preset: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    sizes = ["--set", "moe_intermediate_size=256"]
+    out = write(preset, tmp_path / "gguf", "--quant", "q4_k_m", *sizes) / "model.gguf"
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    kinds = {
+        name: found[name + ".weight"].tensor_type.name
+        for name in ("blk.0.attn_v", "blk.1.attn_v", "output", "blk.1.attn_norm", "token_embd")
+    }
+    assert list(kinds.values()) == ["Q4_K", "Q6_K", "Q6_K", "F32", "F16"]
+    theirs, ours = "ffn_down", "mlp.down_proj"
+    if preset == "tiny-qwen3-moe":
+        theirs, ours = "ffn_down_exps", "mlp.experts.15.down_proj"
+        assert list(found["blk.1.ffn_down_exps.weight"].shape) == [256, 256, 16]
+    dense = arrays(write(preset, tmp_path / "dense", *sizes))
+    for layer in range(2):
+        tensor = found[f"blk.{layer}.{theirs}.weight"]
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        expected = dense[f"model.layers.{layer}.{ours}.weight"]
+        assert weight.shape[-2:] == expected.shape
+        assert abs(weight.std() / expected.std() - 1) < 0.05
+        assert abs(weight.mean()) < 0.03 * expected.std()
+    config = EngineConfig(device="cpu", num_threads=1, max_model_len=256)
+    loaded = load_model(str(out.parent), config=config)
+    assert loaded.spec.linear_method == "packed"
+    assert len(set(generate(loaded.engine, [5, 900, 17], 12))) > 1
+
+
+def test_gguf_with_a_known_text(tmp_path: Path) -> None:
+    """The head of synthetic acceptance is not quantised, so the text is that of 16 bits."""
+    texts = []
+    for form in ("gguf", "dense"):
+        out, draft = tmp_path / form, tmp_path / f"{form}-draft"
+        quant = ["--quant", "q4_k_m"] if form == "gguf" else []
+        write("tiny-llama", out, "--acceptance", "0.8", "--draft-out", str(draft), *quant)
+        config = EngineConfig(device="cpu", num_threads=1, max_model_len=256)
+        engine = load_model(str(out), config=config).engine
+        texts.append(generate(engine, [5, 900, 17], 24))
+    assert texts[0] == texts[1]
+
+
+def test_gguf_refuses_other_families(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="models of type qwen3_5_text are not written as GGUF"):
+        write("tiny-qwen3.5", tmp_path / "gguf", "--quant", "q4_k_m")
+    with pytest.raises(SystemExit, match="has 128 inputs, expected a multiple of 256"):
+        write("tiny-qwen3-moe", tmp_path / "gguf", "--quant", "q4_k_m")

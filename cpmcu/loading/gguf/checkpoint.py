@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 _PLAIN = {0: "float32", 1: "float16", 30: "bfloat16"}  # type -> dtype
 _LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
-_TOP = {
+TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
     "output.scale": "lm_head.scale",
 }
-_PARTS = {
+PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -221,13 +221,13 @@ def packed_modules(sources: Mapping[str, GgufTensor]) -> dict[str, Form]:
 
 def hf_name(name: str) -> str:
     """Hugging Face's name of a tensor; the name itself if it is unknown."""
-    if name in _TOP:
-        return _TOP[name]
+    if name in TOP:
+        return TOP[name]
     found = _LAYER.match(name)
     if found is None:
         return name
     part, _, kind = found[2].rpartition(".")
-    return f"model.layers.{found[1]}.{_PARTS[part]}.{kind}" if part in _PARTS else name
+    return f"model.layers.{found[1]}.{PARTS[part]}.{kind}" if part in PARTS else name
 
 
 def _decode(tensor: GgufTensor) -> npt.NDArray[Any]:
