@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cpmcu.loading.gguf.blocks import BLOCKS, Form, form_of, metas, split
+from cpmcu.loading.gguf.blocks import BLOCKS, Form, form_of, metas, split, split_rows
 
 gguf = pytest.importorskip("gguf")
 TYPES = gguf.GGMLQuantizationType
@@ -85,3 +85,14 @@ def test_one_form_for_the_parts_of_a_matrix(names: tuple[str, ...], form: Form |
 def test_types_that_are_decoded() -> None:
     assert form_of([TYPES["Q4_1"], TYPES["Q4_1"]]) is None
     assert form_of([IDS["Q4_K"], TYPES["F16"]]) is None
+
+
+def test_rows_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpmcu.loading.gguf.blocks._THREAD_BYTES", 1000)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    raw = np.random.default_rng(0).integers(0, 256, (17, 2 * 144), dtype=np.uint8)
+    alone = split(IDS["Q4_K"], Form.K4, raw)
+    several = split_rows(IDS["Q4_K"], Form.K4, raw)
+    assert list(several) == list(alone)
+    for name, values in alone.items():
+        np.testing.assert_array_equal(several[name], values)

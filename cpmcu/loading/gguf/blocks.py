@@ -20,7 +20,9 @@ Source: ggml-common.h and ggml-quants.c of the ggml repository.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,9 @@ from cpmcu.loading.tensors import TensorMeta
 
 U8 = npt.NDArray[np.uint8]
 Arrays = dict[str, npt.NDArray[Any]]  # suffix of a name -> tensor
+
+_MAX_THREADS = 16
+_THREAD_BYTES = 1 << 20  # of blocks, at least, for each thread
 
 Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K = 2, 6, 8, 20, 39, 40, 12
 
@@ -107,6 +112,16 @@ def metas(module: str, form: Form, n: int, k: int) -> list[TensorMeta]:
 
 def _supers(name: str, dtype: str, group: int) -> list[tuple[str, str, int]]:
     return [(name, "float16", SUPER), (name.replace("weight_", "weight_group_"), dtype, group)]
+
+
+def split_rows(type_id: int, form: Form, raw: U8) -> Arrays:
+    """`split` by several threads."""
+    count = min(len(raw), raw.nbytes // _THREAD_BYTES, os.cpu_count() or 1, _MAX_THREADS)
+    if count < 2:
+        return split(type_id, form, raw)
+    with ThreadPoolExecutor(count) as pool:
+        parts = list(pool.map(lambda rows: split(type_id, form, rows), np.array_split(raw, count)))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def split(type_id: int, form: Form, raw: U8) -> Arrays:

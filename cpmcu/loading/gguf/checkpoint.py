@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.checks import brief
-from cpmcu.loading.gguf.blocks import BLOCKS, Form, form_of, metas, split
+from cpmcu.loading.gguf.blocks import BLOCKS, Arrays, Form, form_of, metas, split_rows
 from cpmcu.loading.gguf.header import GgufHeader, GgufTensor
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
@@ -54,6 +54,7 @@ _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|scale)$")
 _MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Tensors that the config takes up (cpmcu/loading/gguf/config.py).
 _IN_CONFIG = ("rope_freqs.weight",)
+_MAX_RECENT = 4  # q, k and v are loaded by turns
 
 
 class GgufCheckpoint:
@@ -82,6 +83,7 @@ class GgufCheckpoint:
         packed = packed_modules(self._sources) if packs else {}
         self._packed: dict[str, str] = {}  # name of a tensor of a packed module -> the module
         self._forms = packed
+        self._recent: dict[str, Arrays] = {}  # module -> its tensors
         tensors: dict[str, StoredTensor] = {}
         for name, tensor in self._sources.items():
             module = name.removesuffix(".weight")
@@ -132,14 +134,22 @@ class GgufCheckpoint:
         if module is not None:
             if name.endswith(".weight_scale_2"):
                 return self._factor(module)
-            tensor = self._sources[f"{module}.weight"]
-            rows = self._in_order(name, _raw(tensor, *_block_of(tensor)))
-            return split(tensor.type_id, self._forms[module], rows)[name.removeprefix(f"{module}.")]
+            return self._split(module)[name.removeprefix(f"{module}.")]
         tensor = self._sources[name]
         values = _decode(tensor)
         if name.removesuffix(".weight") in self._factors:
             values = values * self._factor(name.removesuffix(".weight"))
         return self._in_order(name, values)
+
+    def _split(self, module: str) -> Arrays:
+        """The tensors of a packed module. The last few are kept: each is read by itself."""
+        if module not in self._recent:
+            tensor = self._sources[f"{module}.weight"]
+            rows = self._in_order(f"{module}.weight", _raw(tensor, *_block_of(tensor)))
+            while len(self._recent) >= _MAX_RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            self._recent[module] = split_rows(tensor.type_id, self._forms[module], rows)
+        return self._recent[module]
 
     def _factor(self, module: str) -> npt.NDArray[np.float32]:
         """The number [1] that multiplies a NVFP4 tensor."""
