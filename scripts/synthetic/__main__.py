@@ -55,6 +55,8 @@ from typing import Any
 from scripts.synthetic.acceptance import pair_presets
 from scripts.synthetic.formats import FORMATS
 from scripts.synthetic.gguf import GGUF, GGUF_FILE
+from scripts.synthetic.hybrid import hybrid_tensors
+from scripts.synthetic.layouts import decoder_tensors
 from scripts.synthetic.mtp_acceptance import mtp_preset
 from scripts.synthetic.presets import PRESETS, Preset
 from scripts.synthetic.tensors import Config
@@ -132,6 +134,8 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
     Raises SystemExit for flags that do not go together.
     """
     preset = PRESETS[args.preset]
+    if preset.quantised and (args.quant or args.acceptance is not None):
+        raise SystemExit(f"{args.preset} is quantised itself: leave out --quant and --acceptance")
     has_mtp = bool(config.get("mtp_num_hidden_layers"))
     if has_mtp and args.draft_out is not None:
         raise SystemExit(f"--draft-out: the draft of {args.preset} is its MTP head, in --out")
@@ -145,6 +149,8 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
         return [(replace(preset, config=config), args.out, args.quant)]
     if preset.draft:
         raise SystemExit(f"--acceptance needs a target, but {args.preset} is a draft")
+    if preset.tensors not in (decoder_tensors, hybrid_tensors):
+        raise SystemExit(f"--acceptance is not written for {args.preset}; choose another preset")
     draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
     pair = (preset, config, args.seed, args.acceptance, draft_vocab)
     if has_mtp:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from scripts.synthetic.sources import Bits
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, normal, random_bits, stored
@@ -58,7 +59,7 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
     return np.where(codes & 128, -magnitude, magnitude)
 
 
-def rms(values: np.ndarray) -> float:
+def rms(values: npt.ArrayLike) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 

@@ -241,12 +241,22 @@ def test_common_experts_need_their_embeddings(tmp_path: Path) -> None:
         ("qwen3-8b", 8.19),
         ("qwen3-30b-a3b", 30.5),
         ("qwen2.5-7b", 7.62),
+        ("gemma4-31b", 30.7),
     ],
 )
 def test_parameter_counts_of_real_models(preset: str, billions: float) -> None:
     row = PRESETS[preset]
     count = sum(spec.count for spec in row.tensors(row.config))
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_parameter_count_of_gpt_oss() -> None:
+    """A byte of blocks holds two parameters; scales are none."""
+    row, count = PRESETS["gpt-oss-20b"], 0
+    for spec in row.tensors(row.config):
+        kind = spec.name.rpartition("_")[2]
+        count += spec.count * {"blocks": 2, "scales": 0}.get(kind, 1)
+    assert count / 1e9 == pytest.approx(20.91, rel=0.001)
 
 
 def test_longrope_has_half_a_head_of_factors() -> None:

@@ -67,6 +67,38 @@ def test_formats(preset: str, form: str, tmp_path: Path) -> None:
     assert len(set(generate(loaded.engine, [5, 900, 17], 12))) > 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["tiny-gpt-oss"],
+        ["tiny-gemma4"],
+        ["tiny-gemma4", "--quant", "gptq", "--set", "intermediate_size=1024"],
+        ["tiny-gemma4", "--quant", "fp8"],
+        ["ministral-8b", "--set", "hidden_size=256", "--set", "vocab_size=4096"],
+    ],
+)
+def test_other_families(flags: list[str], tmp_path: Path) -> None:
+    """They load and run. A tied random head would repeat one token."""
+    preset, *more = flags
+    if preset == "ministral-8b":
+        more += ["--num-hidden-layers", "2", "--set", "intermediate_size=512"]
+        more += ["--set", "num_attention_heads=4", "--set", "num_key_value_heads=2"]
+    more += ["--set", "tie_word_embeddings=false"]
+    out = write(preset, tmp_path / "model", *more)
+    config = EngineConfig(device="cpu", num_threads=1, max_model_len=256)
+    engine = load_model(str(out), config=config).engine
+    texts = [generate(engine, ids, 12) for ids in ([5, 900, 17], [5, 900, 18])]
+    assert len(set(texts[0])) > 1 and texts[0] != texts[1]
+
+
+def test_presets_of_experts_in_mxfp4_are_quantised(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="tiny-gpt-oss is quantised itself"):
+        write("tiny-gpt-oss", tmp_path / "model", "--quant", "gptq")
+    flags = ["--acceptance", "0.8", "--draft-out", str(tmp_path / "draft")]
+    with pytest.raises(SystemExit, match="--acceptance is not written for tiny-gemma4"):
+        write("tiny-gemma4", tmp_path / "model", *flags)
+
+
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
 def test_gguf(preset: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
