@@ -22,7 +22,8 @@ _EXPERTS = re.compile(r"^(?P<experts>.*\blayers\.(?P<layer>\d+)\.mlp\.experts\.)
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
     """The parameters of a moe block without a shared expert. Raises ValueError for wrong keys."""
     # transformers 5 writes num_experts as num_local_experts.
-    key = "num_experts" if "num_experts" in reader.config else "num_local_experts"
+    keys = ("num_experts", "n_routed_experts")
+    key = next((key for key in keys if key in reader.config), "num_local_experts")
     num_experts = reader.positive_int(key)
     top_k = reader.positive_int("num_experts_per_tok")
     if top_k > num_experts:

@@ -1,18 +1,24 @@
-"""Granite 3.x, and Granite 4 with attention in every layer: Llama with four scales.
+"""Granite 3.x and 4: Llama with four scales.
 
 Embeddings are multiplied by embedding_multiplier, the output of each attention and MLP by
 residual_multiplier. Logits are divided by logits_scaling. attention_multiplier replaces the softmax
 scale 1 / sqrt(head_dim). RoPE scales cos and sin of q and of k by the square root of the ratio.
+
+Granite 4 may have Mamba-2 instead of attention in most layers, and experts beside the MLP, which is
+then an expert for all tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec, with_attention
-from cpmcu.models.names import Piece, canonical_names
+from cpmcu.models.experts import expert_names, read_experts
+from cpmcu.models.mamba2 import read_mamba
+from cpmcu.models.names import Piece
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 from cpmcu.models.rope import NO_ROTATION
@@ -24,10 +30,30 @@ _SCALES = (
     "attention_multiplier",
 )
 _ATTENTION = ("attention", "full_attention")
-_SHARED_MLP = {
-    ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
-    ".shared_mlp.output_linear.": ".mlp.down_proj.",
+_MAMBA = ("mamba", "linear_attention")
+_MAMBA_KEYS = {
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "num_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
 }
+# transformers' defaults of keys that a config.json may leave out.
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_NAMES = {
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    ".block_sparse_moe.input_linear.": ".mlp.experts.gate_up_proj.",
+    ".block_sparse_moe.output_linear.": ".mlp.experts.down_proj.",
+}
+_SHARED_MLP = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 
 
 @register_model("GraniteForCausalLM")
@@ -56,30 +82,73 @@ def read_scaled(config: Mapping[str, Any], options: BuildOptions) -> tuple[SpecF
 
 
 def granite4_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """shared_mlp.input_linear -> mlp.gate_proj, mlp.up_proj; output_linear -> mlp.down_proj"""
-    for own, llama in _SHARED_MLP.items():
-        name = name.replace(own, llama)
-    return canonical_names(name, fields)
+    """Llama's names; shared_mlp is the MLP, or the shared expert of a layer with experts."""
+    for own, engine in _NAMES.items():
+        name = name.replace(own, engine)
+    has_experts = any(kind == "moe" for layer in fields.layers for kind, _ in layer)
+    for own, engine in _SHARED_MLP.items():
+        mlp = "mlp.shared_expert" if has_experts else "mlp"
+        name = name.replace(f".shared_mlp.{own}.", f".{mlp}.{engine}.")
+    return expert_names(name, fields)
 
 
 @register_model("GraniteMoeHybridForCausalLM", names=granite4_names)
 def build_granite4(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
     reader = ConfigReader(config)
-    if reader.config.get("num_local_experts") != 0:
-        raise reader.fail("num_local_experts", "0: experts of Granite are not supported")
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    if not isinstance(kinds, list) or any(kind not in _ATTENTION for kind in kinds):
-        raise reader.fail("layer_types", "attention in every layer: Mamba-2 is not supported")
-    if config.get("position_embedding_type") not in (None, "rope"):
-        raise reader.fail("position_embedding_type", "'rope' or null")
     width = reader.positive_int("shared_intermediate_size", default=1024)
-    config = {**config, "intermediate_size": width}
-    if config.get("position_embedding_type") == "rope":
-        return build_granite(config, options)
-    fields = build_granite({**config, "rope_scaling": None, "rope_parameters": None}, options)
-    still = {"rope_inv_freq": (NO_ROTATION,) * (fields.head_dim // 2)}
-    return with_attention(fields, [still] * fields.num_hidden_layers)
+    own: dict[str, Any] = {"intermediate_size": width}
+    position = config.get("position_embedding_type")
+    if position not in (None, "rope", "nope"):
+        raise reader.fail("position_embedding_type", "'rope', 'nope' or null")
+    if position != "rope":
+        own |= {"rope_scaling": None, "rope_parameters": None}
+    fields = build_granite({**config, **own}, options)
+    if position != "rope":
+        still = {"rope_inv_freq": (NO_ROTATION,) * (fields.head_dim // 2)}
+        fields = with_attention(fields, [still] * fields.num_hidden_layers)
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    is_list = isinstance(kinds, list) and len(kinds) == fields.num_hidden_layers
+    if not is_list or any(kind not in _ATTENTION + _MAMBA for kind in kinds):
+        raise reader.fail("layer_types", f"{fields.num_hidden_layers} of 'attention' or 'mamba'")
+    experts = _experts(reader, width)
+    if all(kind in _ATTENTION for kind in kinds) and not experts:
+        return fields
+    attention = fields.layers[0][0] if fields.layers else ("attention", {})
+    has_mamba = any(kind in _MAMBA for kind in kinds)
+    mamba = ("mamba2", _mamba(config, fields) if has_mamba else {})
+    mlp = ("moe", experts) if experts else ("mlp", {})
+    layers = tuple((mamba if kind in _MAMBA else attention, mlp) for kind in kinds)
+    return replace(fields, layers=layers)
+
+
+def _experts(reader: ConfigReader, shared_width: int) -> dict[str, Any]:
+    """The parameters of a moe block; empty: an MLP instead."""
+    if reader.config.get("num_local_experts") == 0:
+        return {}
+    own = {
+        "moe_intermediate_size": reader.positive_int("intermediate_size"),
+        "norm_topk_prob": True,
+    }
+    if shared_width % 8:
+        raise reader.fail("shared_intermediate_size", "a multiple of 8")
+    return read_experts(ConfigReader({**reader.config, **own})) | {
+        "shared_intermediate_size": shared_width,
+        "shared_expert_gate": False,
+    }
+
+
+def _mamba(config: Mapping[str, Any], fields: SpecFields) -> dict[str, Any]:
+    config = {**_MAMBA_DEFAULTS, **config}
+    reader = ConfigReader(config)
+    reader.refuse("mamba_proj_bias", "biases of projections are not supported")
+    num_heads = reader.positive_int("mamba_n_heads")
+    inner = reader.positive_int("mamba_expand") * fields.hidden_size
+    if config["mamba_d_head"] == "auto":
+        config["mamba_d_head"] = inner // num_heads
+    if config["mamba_d_head"] != inner / num_heads:
+        raise reader.fail("mamba_d_head", "mamba_expand * hidden_size / mamba_n_heads")
+    return read_mamba(reader, _MAMBA_KEYS)
 
 
 def _with_attention_multiplier(fields: SpecFields, multiplier: float) -> SpecFields:

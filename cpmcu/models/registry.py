@@ -43,16 +43,7 @@ _MISSING = {
         *("LongcatFlash", "MiniCPM3", "Mistral4"),
     ),
     "hyper-connections": ("DeepseekV4", "Glm5Next", "Qwen4Exp"),
-    "Mamba": (
-        "Bamba",
-        "FalconH1",
-        "FalconMamba",
-        "Jamba",
-        "Mamba",
-        "Mamba2",
-        "NemotronH",
-        "Zamba2",
-    ),
+    "Mamba-1": ("FalconMamba", "Jamba", "Mamba"),
     "LayerNorm": ("Cohere", "Cohere2", "Cohere2Moe", "Nemotron"),
 }
 

@@ -1,6 +1,7 @@
-// C.ops of the layers with a state of their own: gated_delta_net, short_conv.
+// C.ops of the layers with a state of their own: gated_delta_net, short_conv, mamba2.
 #include "kernels/bind_ops.h"
 #include "kernels/delta_net/gated_delta_net.h"
+#include "kernels/mamba2/mamba2.h"
 #include "kernels/short_conv/short_conv.h"
 
 namespace cpmcu {
@@ -42,11 +43,13 @@ void bind_delta_net_ops(py::module_& m) {
       "csrc/kernels/delta_net/gated_delta_net.h");
   m.def(
       "short_conv",
-      [](const OpsContext& c, SharedArray out, SharedArray bcx, SharedArray weight,
-         SharedArray bias, SharedArray window, SharedArray pending, SharedArray folded,
-         const OpsAccepted& accepted, bool commits, const OpsTokens& tokens) {
+      [](const OpsContext& c, SharedArray out, SharedArray x, bool silu, int first,
+         SharedArray weight, SharedArray bias, SharedArray window, SharedArray pending,
+         SharedArray folded, const OpsAccepted& accepted, bool commits, const OpsTokens& tokens) {
         short_conv(c.ctx, {.out = tensor_of(out),
-                           .bcx = tensor_of(bcx),
+                           .x = tensor_of(x),
+                           .silu = silu,
+                           .first = first,
                            .weight = tensor_of(weight),
                            .bias = tensor_of(bias),
                            .window = tensor_of(window),
@@ -56,9 +59,37 @@ void bind_delta_net_ops(py::module_& m) {
                            .commits = commits,
                            .tokens = tokens.tokens});
       },
-      "ctx"_a, py::kw_only(), "out"_a, "bcx"_a, "weight"_a, "bias"_a = SharedArray(), "window"_a,
-      "pending"_a, "folded"_a, "accepted"_a = OpsAccepted(), "commits"_a, "tokens"_a,
-      "csrc/kernels/short_conv/short_conv.h");
+      "ctx"_a, py::kw_only(), "out"_a, "x"_a, "silu"_a = false, "first"_a = 0, "weight"_a,
+      "bias"_a = SharedArray(), "window"_a, "pending"_a, "folded"_a, "accepted"_a = OpsAccepted(),
+      "commits"_a, "tokens"_a, "csrc/kernels/short_conv/short_conv.h");
+  m.def(
+      "mamba2",
+      [](const OpsContext& c, SharedArray y, SharedArray xbc, SharedArray dt, int first_dt,
+         int num_heads, int head_dim, int num_groups, int state_size, SharedArray a_log,
+         SharedArray dt_bias, SharedArray d, float min_step, float max_step, SharedArray state,
+         SharedArray pending, SharedArray folded, const OpsAccepted& accepted, bool commits,
+         const OpsTokens& tokens) {
+        mamba2(c.ctx, {.y = tensor_of(y),
+                       .xbc = tensor_of(xbc),
+                       .dt = tensor_of(dt),
+                       .first_dt = first_dt,
+                       .shape = {num_heads, head_dim, num_groups, state_size},
+                       .a_log = tensor_of(a_log),
+                       .dt_bias = tensor_of(dt_bias),
+                       .d = tensor_of(d),
+                       .min_step = min_step,
+                       .max_step = max_step,
+                       .state = tensor_of(state),
+                       .pending = tensor_of(pending),
+                       .folded = tensor_of(folded),
+                       .accepted = accepted.params,
+                       .commits = commits,
+                       .tokens = tokens.tokens});
+      },
+      "ctx"_a, py::kw_only(), "y"_a, "xbc"_a, "dt"_a, "first_dt"_a = 0, "num_heads"_a, "head_dim"_a,
+      "num_groups"_a, "state_size"_a, "a_log"_a, "dt_bias"_a, "d"_a, "min_step"_a = 0.f,
+      "max_step"_a = std::numeric_limits<float>::infinity(), "state"_a, "pending"_a, "folded"_a,
+      "accepted"_a = OpsAccepted(), "commits"_a, "tokens"_a, "csrc/kernels/mamba2/mamba2.h");
 }
 
 }  // namespace cpmcu

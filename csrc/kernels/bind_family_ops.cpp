@@ -2,6 +2,7 @@
 #include "kernels/bind_ops.h"
 #include "kernels/layer/add_bias.h"
 #include "kernels/layer/gated_activation.h"
+#include "kernels/layer/gated_norm.h"
 #include "kernels/layer/norm_add.h"
 #include "kernels/layer/norm_heads.h"
 #include "kernels/layer/softcap.h"
@@ -26,6 +27,7 @@ void bind_family_ops(py::module_& m) {
          SharedArray up, int first_up) {
         const Activation activation = kind == "silu"        ? Activation::kSilu
                                       : kind == "gelu_tanh" ? Activation::kGeluTanh
+                                      : kind == "relu2"     ? Activation::kRelu2
                                                             : Activation::kClampedSwiglu;
         gated_activation(c.ctx,
                          {tensor_of(out), tensor_of(x), activation, alpha, limit, alternates,
@@ -34,7 +36,16 @@ void bind_family_ops(py::module_& m) {
       "ctx"_a, py::kw_only(), "out"_a, "x"_a, "kind"_a, "alpha"_a = 1.f, "limit"_a = 0.f,
       "alternates"_a = false, "bias"_a = SharedArray(), "index"_a = SharedArray(),
       "order"_a = SharedArray(), "up"_a = SharedArray(), "first_up"_a = 0,
-      "csrc/kernels/layer/gated_activation.h. kind: silu, gelu_tanh or clamped_swiglu.");
+      "csrc/kernels/layer/gated_activation.h. kind: silu, gelu_tanh, relu2 or clamped_swiglu.");
+  m.def(
+      "gated_norm",
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray gate, int first_gate,
+         SharedArray weight, int num_groups, float eps) {
+        gated_norm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(gate), first_gate,
+                           tensor_of(weight), num_groups, eps});
+      },
+      "ctx"_a, py::kw_only(), "out"_a, "x"_a, "gate"_a, "first_gate"_a = 0, "weight"_a,
+      "num_groups"_a = 1, "eps"_a = 1e-6f, "csrc/kernels/layer/gated_norm.h");
   m.def(
       "norm_add",
       [](const OpsContext& c, SharedArray hidden, SharedArray x, SharedArray weight, float eps,

@@ -1,4 +1,4 @@
-// The activation of a gated MLP or of experts, as parameters of the block name it.
+// The activation of an MLP or of experts, as parameters of the block name it.
 #pragma once
 
 #include <string>
@@ -13,6 +13,10 @@ struct Gating {
   float alpha = 1, limit = 0;  // of clamped_swiglu
 
   bool is_silu() const { return kind == Activation::kSilu; }
+  // Whether there is a gate beside up.
+  bool is_gated() const { return kind != Activation::kRelu2; }
+  // Columns of gate and up.
+  int64_t columns(int64_t width) const { return (is_gated() ? 2 : 1) * width; }
 };
 
 // Reads `activation`, and for clamped_swiglu `swiglu_alpha` and `swiglu_limit`.
@@ -20,8 +24,9 @@ inline Gating gating_of(const Params& params) {
   const std::string name = params.text("activation", "silu");
   if (name == "silu") return {};
   if (name == "gelu_tanh") return {.kind = Activation::kGeluTanh};
+  if (name == "relu2") return {.kind = Activation::kRelu2};
   CHECK(name == "clamped_swiglu",
-        "activation is \"{}\", expected silu, gelu_tanh or clamped_swiglu", name);
+        "activation is \"{}\", expected silu, gelu_tanh, clamped_swiglu or relu2", name);
   const Gating gating{.kind = Activation::kClampedSwiglu,
                       .alpha = params.number("swiglu_alpha", 1.702f),
                       .limit = params.number("swiglu_limit", 7)};

@@ -1,4 +1,5 @@
-// Gated MLP, down(act(gate(x)) * up(x)): "mlp". act is SiLU, or as `activation` says.
+// Gated MLP, down(act(gate(x)) * up(x)): "mlp". act is SiLU, or as `activation` says. The squared
+// ReLU has no gate: down(relu(up(x))^2).
 #include "layers/block.h"
 #include "layers/gating.h"
 #include "linear/linear.h"
@@ -19,13 +20,16 @@ class MlpBlock : public Block {
     CHECK(width_ >= 8 && width_ % 8 == 0,
           "{}mlp: intermediate_size is {}, expected a positive multiple of 8", prefix_, width_);
     const std::string mlp = prefix_ + "mlp.";
-    gate_up_ = make_linear(spec_.linear_method_of(mlp + "gate_up_proj"),
-                           {.parts = {{mlp + "gate_proj", width_}, {mlp + "up_proj", width_}},
-                            .in_features = spec_.hidden_size,
-                            .dtype = spec_.dtype,
-                            .options = spec_.linear_options_of(mlp + "gate_up_proj"),
-                            .name = mlp + "gate_up_proj",
-                            .gated = activation_.is_silu()});
+    std::vector<LinearPart> parts{{mlp + "up_proj", width_}};
+    if (activation_.is_gated()) parts.insert(parts.begin(), {mlp + "gate_proj", width_});
+    up_name_ = mlp + (activation_.is_gated() ? "gate_up_proj" : "up_proj");
+    gate_up_ =
+        make_linear(spec_.linear_method_of(up_name_), {.parts = parts,
+                                                       .in_features = spec_.hidden_size,
+                                                       .dtype = spec_.dtype,
+                                                       .options = spec_.linear_options_of(up_name_),
+                                                       .name = up_name_,
+                                                       .gated = activation_.is_silu()});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
                          .in_features = width_,
@@ -36,17 +40,16 @@ class MlpBlock : public Block {
   void plan(MemoryPlan& plan, ModelState&, const StepLimits& limits) override {
     gate_up_->plan(plan, limits);
     down_->plan(plan, limits);
-    const int64_t row_bytes = int64_t{width_} * size_of(spec_.dtype);
-    gate_up_id_ =
-        plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_tokens, phase_ + 1, phase_ + 2);
-    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_tokens, phase_ + 1, phase_ + 3);
+    const int64_t bytes = limits.max_tokens * size_of(spec_.dtype);
+    gate_up_id_ = plan.add_scratch("mlp.gate_up", bytes * up_columns(), phase_ + 1, phase_ + 2);
+    act_id_ = plan.add_scratch("mlp.act", bytes * width_, phase_ + 1, phase_ + 3);
     max_tokens_ = limits.max_tokens;
   }
 
   void bind(const Arena& arena, const ModelState&) override {
     gate_up_->bind(arena);
     down_->bind(arena);
-    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_tokens_, 2 * width_});
+    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_tokens_, up_columns()});
     act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_tokens_, width_});
   }
 
@@ -67,9 +70,9 @@ class MlpBlock : public Block {
     const Value gate_up = ops.value("mlp.gate_up", gate_up_buffer_);
     const Value act = ops.value("mlp.act", act_buffer_);
     if (activation_.is_silu()) {
-      ops.gated(mlp + "gate_up_proj", *gate_up_, act, gate_up, x);
+      ops.gated(up_name_, *gate_up_, act, gate_up, x);
     } else {
-      ops.linear(mlp + "gate_up_proj", *gate_up_, gate_up, x);
+      ops.linear(up_name_, *gate_up_, gate_up, x);
       ops.call(mlp + "activation", {gate_up}, {act},
                [=, this](const Context& ctx, const Step&, const Rows& rows) {
                  gated_activation(ctx,
@@ -80,12 +83,15 @@ class MlpBlock : public Block {
   }
 
  private:
+  int64_t up_columns() const { return activation_.columns(width_); }
+
   const ModelSpec& spec_;
   int width_;  // intermediate_size
   std::string prefix_;
   Timeline phase_;
   bool adds_;  // see BlockConfig
   Gating activation_;
+  std::string up_name_;  // of gate_up_
   std::unique_ptr<LinearMethod> gate_up_, down_;
   MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;
   int64_t max_tokens_ = 0;

@@ -4,7 +4,8 @@
 //   shared(x)
 //
 // The shared expert is optional. The router and g are one GEMM in float32. Other routers
-// (router.h), activations and biases are launches of their own.
+// (router.h), activations and biases are launches of their own. With shared_expert_gate false, the
+// shared expert has the factor 1 and the activation of the others.
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
@@ -24,6 +25,7 @@ constexpr int64_t kGroupTokens = 2048;
 
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
+  bool shared_gate;  // the shared expert has a gate g
   bool renormalise;
   bool expert_bias;  // of gate, up and down
   // The rows of gate and up alternate in one matrix, gate_up_proj; so do the entries of its bias.
@@ -35,29 +37,35 @@ struct MoeShape {
         top_k(params.integer("top_k", 0)),
         width(params.integer("intermediate_size", spec.intermediate_size)),
         shared_width(params.integer("shared_intermediate_size", 0)),
+        shared_gate(shared_width > 0 && params.flag("shared_expert_gate", true)),
         renormalise(params.flag("norm_topk_prob", true)),
         expert_bias(params.flag("expert_bias", false)),
         alternating_gate_up(params.flag("alternating_gate_up", false)),
         activation(gating_of(params)) {
-    params.check_known("a moe block",
-                       {"num_experts", "top_k", "intermediate_size", "shared_intermediate_size",
-                        "norm_topk_prob", "expert_bias", "router_bias", "alternating_gate_up",
-                        "activation", "swiglu_alpha", "swiglu_limit", "router_norm", "scoring",
-                        "correction_bias", "norm_epsilon", "routing_factor", "expert_scale"});
+    params.check_known(
+        "a moe block",
+        {"num_experts", "top_k", "intermediate_size", "shared_intermediate_size",
+         "shared_expert_gate", "norm_topk_prob", "expert_bias", "router_bias",
+         "alternating_gate_up", "activation", "swiglu_alpha", "swiglu_limit", "router_norm",
+         "scoring", "correction_bias", "norm_epsilon", "routing_factor", "expert_scale"});
     check_routing({.num_experts = num_experts, .top_k = top_k});
     CHECK(width >= 8 && width % 8 == 0,
           "a moe block has an intermediate_size of {}, expected a positive multiple of 8", width);
     CHECK(shared_width >= 0 && shared_width % 8 == 0,
           "a moe block has a shared_intermediate_size of {}, expected 0 or a multiple of 8",
           shared_width);
-    CHECK(shared_width == 0 || is_plain(),
-          "a moe block has a shared expert and a bias or an activation other than silu, expected "
-          "one of them");
+    CHECK(
+        !shared_gate || is_plain(),
+        "a moe block has a shared expert with a gate and a bias or an activation other than silu, "
+        "expected one of them");
+    CHECK(activation.is_gated() || !(expert_bias || alternating_gate_up),
+          "a moe block has the activation relu2 and biases or alternating_gate_up, expected "
+          "neither");
   }
   // Whether the GEMM of gate and up computes silu(gate) * up itself.
   bool is_plain() const { return activation.is_silu() && !expert_bias && !alternating_gate_up; }
 
-  int router_rows() const { return num_experts + (shared_width > 0 ? 1 : 0); }
+  int router_rows() const { return num_experts + (shared_gate ? 1 : 0); }
 };
 
 class MoeBlock : public Block {
@@ -70,29 +78,34 @@ class MoeBlock : public Block {
         norm_name_(config.prefix + "post_attention_layernorm"),
         phase_(config.phase),
         adds_(config.adds) {
-    CHECK(
-        shape_.shared_width == 0 || router_rule_.is_plain(),
-        "a moe block has a shared expert and another router than a softmax, expected one of them");
+    CHECK(!shape_.shared_gate || router_rule_.is_plain(),
+          "a moe block has a shared expert with a gate and another router than a softmax, expected "
+          "one of them");
     routing_.num_experts = shape_.num_experts;
     routing_.top_k = shape_.top_k;
     const int hidden = spec_.hidden_size;
     using Parts = std::vector<LinearPart>;
+    // The matrices of an expert before its activation.
+    const auto ups = [&](const std::string& prefix, int64_t width) {
+      Parts parts{{prefix + "up_proj", width}};
+      if (shape_.activation.is_gated()) parts.insert(parts.begin(), {prefix + "gate_proj", width});
+      return parts;
+    };
+    const std::string up = shape_.activation.is_gated() ? "gate_up_proj" : "up_proj";
     gate_up_ =
-        experts({.parts = shape_.alternating_gate_up
-                              ? Parts{{"gate_up_proj", 2 * shape_.width}}
-                              : Parts{{"gate_proj", shape_.width}, {"up_proj", shape_.width}},
+        experts({.parts = shape_.alternating_gate_up ? Parts{{"gate_up_proj", 2 * shape_.width}}
+                                                     : ups("", shape_.width),
                  .in_features = hidden,
-                 .name = "gate_up_proj",
+                 .name = up,
                  .gated = shape_.is_plain()});
     down_ = experts({.parts = {{"down_proj", hidden}}, .in_features = shape_.width});
     if (shape_.shared_width == 0) return;
     const std::string shared = mlp_ + "shared_expert.";
-    shared_gate_up_ =
-        linear(shared + "gate_up_proj", {.parts = {{shared + "gate_proj", shape_.shared_width},
-                                                   {shared + "up_proj", shape_.shared_width}},
-                                         .in_features = hidden,
-                                         .name = shared + "gate_up_proj",
-                                         .gated = true});
+    shared_up_name_ = shared + up;
+    shared_gate_up_ = linear(shared_up_name_, {.parts = ups(shared, shape_.shared_width),
+                                               .in_features = hidden,
+                                               .name = shared_up_name_,
+                                               .gated = shape_.activation.is_silu()});
     shared_down_ = linear(shared + "down_proj", {.parts = {{shared + "down_proj", hidden}},
                                                  .in_features = shape_.shared_width});
   }
@@ -114,8 +127,9 @@ class MoeBlock : public Block {
                                    phase_ + 1, phase_ + 3);
     act_id_ = plan.add_scratch("moe.act", bytes * num_pairs * shape_.width, phase_ + 1, phase_ + 3);
     if (!shape_.is_plain()) {
-      both_id_ = plan.add_scratch("moe.gate_up", 2 * bytes * num_pairs * shape_.width, phase_ + 1,
-                                  phase_ + 3);
+      both_id_ = plan.add_scratch("moe.gate_up",
+                                  bytes * num_pairs * shape_.activation.columns(shape_.width),
+                                  phase_ + 1, phase_ + 3);
     }
     if (shape_.expert_bias) {
       gate_up_bias_id_ = plan.add(mlp_ + "experts.gate_up_proj_bias", "weights",
@@ -130,9 +144,10 @@ class MoeBlock : public Block {
     shared_down_->plan(plan, limits);
     shared_act_id_ = plan.add_scratch("moe.shared_act", bytes * max_tokens_ * shape_.shared_width,
                                       phase_ + 1, phase_ + 3);
-    shared_both_id_ =
-        plan.add_scratch("moe.shared_gate_up", 2 * bytes * max_tokens_ * shape_.shared_width,
-                         phase_ + 1, phase_ + 3);
+    shared_both_id_ = plan.add_scratch(
+        "moe.shared_gate_up", bytes * max_tokens_ * shape_.activation.columns(shape_.shared_width),
+        phase_ + 1, phase_ + 3);
+    if (!shape_.shared_gate) return;
     shared_out_id_ =
         plan.add_scratch("moe.shared_out", 4 * max_tokens_ * hidden, phase_ + 1, phase_ + 3);
   }
@@ -150,7 +165,8 @@ class MoeBlock : public Block {
     out_ = arena.tensor(out_id_, DType::kF32, {num_pairs, hidden});
     const int64_t experts = shape_.num_experts;
     if (!shape_.is_plain()) {
-      both_ = arena.tensor(both_id_, spec_.dtype, {num_pairs, 2 * shape_.width});
+      both_ =
+          arena.tensor(both_id_, spec_.dtype, {num_pairs, shape_.activation.columns(shape_.width)});
     }
     if (shape_.expert_bias) {
       gate_up_bias_ = arena.tensor(gate_up_bias_id_, spec_.dtype, {experts, 2 * shape_.width});
@@ -161,8 +177,9 @@ class MoeBlock : public Block {
     shared_gate_up_->bind(arena);
     shared_down_->bind(arena);
     shared_act_ = arena.tensor(shared_act_id_, spec_.dtype, {max_tokens_, shape_.shared_width});
-    shared_both_ =
-        arena.tensor(shared_both_id_, spec_.dtype, {max_tokens_, 2 * shape_.shared_width});
+    shared_both_ = arena.tensor(shared_both_id_, spec_.dtype,
+                                {max_tokens_, shape_.activation.columns(shape_.shared_width)});
+    if (!shape_.shared_gate) return;
     shared_out_ = arena.tensor(shared_out_id_, DType::kF32, {max_tokens_, hidden});
   }
 
@@ -176,7 +193,9 @@ class MoeBlock : public Block {
     }
     router_rule_.list_tensors(table);
     if (shared_down_ == nullptr) return;
-    table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
+    if (shape_.shared_gate) {
+      table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
+    }
     shared_gate_up_->list_tensors(table);
     shared_down_->list_tensors(table);
   }
@@ -205,19 +224,21 @@ class MoeBlock : public Block {
     }
     MoeCombineParams sum{
         .hidden = {}, .y = out_, .routing = routing_, .scale = spec_.residual_scale};
-    if (shared_down_ != nullptr) {
-      const std::string shared = mlp_ + "shared_expert.";
-      const Value act = ops.value("moe.shared_act", shared_act_);
-      const Value out = ops.value("moe.shared_out", shared_out_);
-      ops.gated(shared + "gate_up_proj", *shared_gate_up_, act,
-                ops.value("moe.shared_gate_up", shared_both_), x);
-      ops.linear(shared + "down_proj", *shared_down_, out, act);
+    const std::string shared_down = mlp_ + "shared_expert.down_proj";
+    Value shared_act;
+    if (shared_down_ != nullptr) shared_act = append_shared_up(ops, x);
+    if (shape_.shared_gate) {
+      ops.linear(shared_down, *shared_down_, ops.value("moe.shared_out", shared_out_), shared_act);
       sum.shared = shared_out_;
       sum.shared_gate = logits_;
       sum.gate_column = shape_.num_experts;
     }
     append_experts(ops, x);
     ops.combine(mlp_ + "experts.combine", hidden, sum, adds_);
+    if (shared_down_ != nullptr && !shape_.shared_gate) {
+      ops.add_linear(shared_down, *shared_down_, hidden, shared_act, spec_.residual_scale,
+                     /*adds=*/true);
+    }
     ops.end_groups();
   }
 
@@ -255,6 +276,26 @@ class MoeBlock : public Block {
                 .renormalise = shape_.renormalise,
                 .routing = routing_,
                 .memory = memory_});
+  }
+
+  // Appends the shared expert's activation of gate and up, and returns it.
+  Value append_shared_up(OpList& ops, const Value& x) const {
+    const Value act = ops.value("moe.shared_act", shared_act_);
+    const Value both = ops.value("moe.shared_gate_up", shared_both_);
+    if (shape_.activation.is_silu()) {
+      ops.gated(shared_up_name_, *shared_gate_up_, act, both, x);
+      return act;
+    }
+    ops.linear(shared_up_name_, *shared_gate_up_, both, x);
+    ops.call(mlp_ + "shared_expert.activation", {both}, {act},
+             [=, this](const Context& ctx, const Step&, const Rows& rows) {
+               gated_activation(ctx, {.out = rows(act),
+                                      .x = rows(both),
+                                      .kind = shape_.activation.kind,
+                                      .alpha = shape_.activation.alpha,
+                                      .limit = shape_.activation.limit});
+             });
+    return act;
   }
 
   // out_ = down of the experts of each pair.
@@ -320,6 +361,7 @@ class MoeBlock : public Block {
   Timeline phase_;
   bool adds_;  // see BlockConfig
   std::unique_ptr<ExpertLinear> gate_up_, down_;
+  std::string shared_up_name_;
   std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,

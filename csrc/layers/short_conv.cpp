@@ -92,7 +92,7 @@ class ShortConvBlock : public Block {
         module + "conv", {bcx}, {out},
         [=, this](const Context& ctx, const Step& step, const Rows& rows) {
           short_conv(ctx, {.out = rows(out),
-                           .bcx = rows(bcx),
+                           .x = rows(bcx),
                            .weight = weight_,
                            .window = window_,
                            .pending = pending_,

@@ -88,6 +88,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": None,
         },
     ),
+    "nemotron_h": ("nemotron", {"num_hidden_layers": 8}),
+    "nemotron_h without experts": (
+        "nemotron",
+        {"num_hidden_layers": 4, "hybrid_override_pattern": "M-M*", "use_conv_bias": False},
+    ),
+    "granite hybrid": ("granitehybrid", {"num_hidden_layers": 4}),
+    "granite hybrid without experts": (
+        "granitehybrid",
+        {"num_hidden_layers": 4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "lfm2": ("lfm2", {"num_hidden_layers": 4}),
     "lfm2 with a kernel of 5": (
         "lfm2",
@@ -136,7 +146,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-WITH_STATE = ("lfm2", "lfm2moe")  # families whose blocks have a state for each slot
+WITH_STATE = (
+    "lfm2",
+    "lfm2moe",
+    "nemotron",
+    "granitehybrid",
+)  # families whose blocks have a state for each slot
 
 
 @pytest.mark.parametrize("name", CASES)

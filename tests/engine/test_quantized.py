@@ -28,7 +28,17 @@ extension_or_skip()
 
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "minicpm": {}}
 # Families whose layers have more than attention and an MLP of Llama's form.
-OTHERS = ("ministral3", "olmo", "gpt_oss", "gemma4", "muse", "granite_swa", "lfm2")
+OTHERS = (
+    "ministral3",
+    "olmo",
+    "gpt_oss",
+    "gemma4",
+    "muse",
+    "granite_swa",
+    "lfm2",
+    "nemotron_h",
+    "granite hybrid",
+)
 REFUSED = [name for name in CASES if name.startswith(OTHERS)]
 LENGTH = 70
 

@@ -68,6 +68,19 @@ def test_activates(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "width"), sizes((1, 8), (7, 24), (67, 1856)))
+def test_squares_a_relu(device: str, dtype: str, num_rows: int, width: int) -> None:
+    x = rounded(np.random.default_rng(width).standard_normal((num_rows, width)) * 4, dtype)
+
+    def run(device: str) -> np.ndarray:
+        out = put(device, np.zeros((num_rows, width)), dtype)
+        ops.gated_activation(context(device), out=out, x=put(device, x, dtype), kind="relu2")
+        return get(out)
+
+    check(run, device, np.maximum(x, 0) ** 2, "exact_inputs", dtype)
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize(("num_rows", "width"), sizes((1, 8), (7, 24), (67, 1536)))
 def test_up_of_another_tensor(device: str, dtype: str, num_rows: int, width: int) -> None:
     rng = np.random.default_rng(width)

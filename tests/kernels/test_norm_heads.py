@@ -1,4 +1,4 @@
-"""norm_heads and norm_add: the norms of groups of columns, and of a block's output."""
+"""norm_heads, norm_add and gated_norm: norms of groups of columns, and of a block's output."""
 
 from __future__ import annotations
 
@@ -51,6 +51,41 @@ def test_norms_groups_of_columns(
         return get(array)
 
     check(run, device, expected, "exact_inputs", dtype)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("num_rows", "first", "groups", "width"),
+    sizes((1, 0, 1, 8), (7, 64, 3, 64), (67, 8, 8, 512), (3, 256, 1, 5120)),
+)
+def test_norms_gated_groups(
+    device: str, dtype: str, num_rows: int, first: int, groups: int, width: int
+) -> None:
+    rng = np.random.default_rng(width)
+    columns = groups * width
+    x = rounded(rng.standard_normal((num_rows, columns)) * 3, dtype)
+    gate = rounded(rng.standard_normal((num_rows, first + columns + 8)) * 3, dtype)
+    weight = rounded(rng.uniform(0.5, 1.5, columns), dtype)
+    z = gate[:, first : first + columns]
+    values = (x * z / (1 + np.exp(-z))).reshape(num_rows, groups, width)
+    expected = normed(values, weight.reshape(groups, width)).reshape(num_rows, columns)
+
+    def run(device: str) -> np.ndarray:
+        array = put(device, x, dtype)
+        ops.gated_norm(
+            context(device), out=array, x=array, gate=put(device, gate, dtype), first_gate=first,
+            weight=put(device, weight, dtype), num_groups=groups, eps=EPS,
+        )  # fmt: skip
+        return get(array)
+
+    check(run, device, expected, "exact_inputs", dtype)
+
+
+@on_devices
+def test_a_gate_must_have_the_columns_of_x(device: str) -> None:
+    x = put(device, np.ones((1, 16)), "float16")
+    with pytest.raises(ValueError, match=r"gate \[1, 16\] from column 8 on; expected"):
+        ops.gated_norm(context(device), out=x, x=x, gate=x, first_gate=8, weight=x)
 
 
 @on_devices

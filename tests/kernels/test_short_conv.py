@@ -1,4 +1,4 @@
-"""short_conv: the gated short convolution of LFM2, and its state."""
+"""short_conv: the short convolutions of LFM2 and of Mamba-2, and their state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Slots:
     ) -> Any:
         out = empty(self.device, [step.num_rows, self.width], self.dtype)
         ops.short_conv(
-            context(self.device), out=out, bcx=put(self.device, bcx, self.dtype),
+            context(self.device), out=out, x=put(self.device, bcx, self.dtype),
             weight=put(self.device, weight, self.dtype), window=self.window, pending=self.pending,
             folded=self.folded, commits=commits, tokens=step.rows(self.device, parents), **more,
         )  # fmt: skip
@@ -147,9 +147,34 @@ def test_tree_nodes_have_the_bits_of_chains(
         assert np.array_equal(alone[-1], out[node]), f"node {node}"
 
 
+@on_devices_and_dtypes
+@pytest.mark.parametrize(("width", "kernel_size"), SIZES)
+def test_a_convolution_with_silu(device: str, dtype: str, width: int, kernel_size: int) -> None:
+    """The inputs are some columns of x. Chunks, decoding and trees share the code with LFM2's."""
+    counts, first = [1, 2, 65, 200], 24
+    step = Step(lengths=[0] * 4, counts=counts)
+    rng = np.random.default_rng(width)
+    x = rounded(rng.standard_normal((step.num_rows, first + width + 8)), dtype)
+    weight = rounded(rng.standard_normal((width, kernel_size)), dtype)
+    bias = rounded(rng.standard_normal(width), dtype)
+    inputs, expected = x[:, first : first + width], []
+    for part in np.split(inputs, np.cumsum(counts)[:-1]):
+        padded = np.concatenate([np.zeros((kernel_size - 1, width)), part])
+        rows = [padded[i : i + kernel_size] for i in range(len(part))]
+        sums = np.stack([(weight.T * row).sum(0) for row in rows]) + bias
+        expected.append(sums / (1 + np.exp(-sums)))
+
+    def run(device: str) -> np.ndarray:
+        slots = Slots(device, dtype, step, width, kernel_size)
+        own = {"silu": True, "first": first, "bias": put(device, bias, dtype)}
+        return get(slots.run(step, x, weight, True, **own))
+
+    check(run, device, np.concatenate(expected), "exact_inputs", dtype)
+
+
 @on_devices
 def test_shapes_must_fit(device: str) -> None:
     step = Step(lengths=[0], counts=[1])
     slots = Slots(device, "float16", step, 8, 3)
-    with pytest.raises(ValueError, match=r"short_conv: out is \[1, 8\], bcx float16 \[1, 16\]"):
+    with pytest.raises(ValueError, match=r"short_conv: out is \[1, 8\], x float16 \[1, 16\]"):
         slots.run(step, np.ones((1, 16)), np.ones((8, 3)), True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
-from tests.reference import tiny_lfm2
+from tests.reference import tiny_lfm2, tiny_mamba
 from tests.reference.tiny_hybrid import HYBRIDS, MODEL_TYPES, hybrid_config, hybrid_weights
 
 Array = npt.NDArray[Any]
@@ -46,6 +46,8 @@ ARCHITECTURES = {
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "granite": ("GraniteForCausalLM", "granite"),
     "granite4": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "nemotron": ("NemotronHForCausalLM", "nemotron_h"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "seedoss": ("SeedOssForCausalLM", "seed_oss"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
@@ -187,7 +189,7 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     config |= GRANITE_SCALES if family.startswith("granite") else {}
     config |= GRANITE4 if family == "granite4" else {}
     config |= EXPERTS if family.endswith("moe") else {}
-    config |= tiny_lfm2.OWN_KEYS.get(family, {})
+    config |= tiny_lfm2.OWN_KEYS.get(family, {}) | tiny_mamba.OWN_KEYS.get(family, {})
     config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
     config |= OWN_KEYS.get(family, {})
     if family == "mistral":
@@ -208,6 +210,8 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         return hybrid_weights(config, seed)
     if config["model_type"] in tiny_lfm2.MODEL_TYPES:
         return tiny_lfm2.lfm2_weights(config, seed)
+    if tiny_mamba.is_own(config):
+        return tiny_mamba.mamba_weights(config, seed)
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -355,6 +359,8 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 def fuse_experts(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
     """The weights with the experts of each layer as `gate_up_proj` and `down_proj`."""
+    if tiny_mamba.is_own(config):
+        return tiny_mamba.hf_weights(config, weights)
     fused = dict(weights)
     if "num_experts" not in config or config["model_type"] in ("gemma4_text", "lfm2_moe"):
         return fused

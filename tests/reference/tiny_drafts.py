@@ -59,8 +59,10 @@ def _head_config(target: TinyCheckpoint, architecture: str) -> dict[str, Any]:
 def _dense_config(target: TinyCheckpoint) -> dict[str, Any]:
     """The target's config with one layer; a head has no experts."""
     config = {key: value for key, value in target.config.items() if key not in EXPERTS}
-    if config["model_type"].endswith("_moe") or config["model_type"] == "lfm2":
+    if config["model_type"].endswith("_moe") or config["model_type"] in ("lfm2", "nemotron_h"):
         config["model_type"] = "llama"
+    if "mamba" in (config.get("layer_types") or ()):  # Granite 4
+        config |= {"model_type": "llama", "layer_types": None}
     return {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
@@ -70,6 +72,12 @@ def _layer(target: TinyCheckpoint, seed: int) -> Weights:
     prefix = "model.layers.0."
     weights = random_weights(config, seed)
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+
+def _table(target: TinyCheckpoint) -> Array:
+    weights = target.weights
+    name = "model.embed_tokens.weight"
+    return weights[name if name in weights else "backbone.embeddings.weight"]
 
 
 def _matrix(rows: int, columns: int, seed: int) -> Array:
@@ -85,7 +93,7 @@ def eagle(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
     """The original format."""
     hidden = target.config["hidden_size"]
     weights = {
-        "embed_tokens.weight": target.weights["model.embed_tokens.weight"],
+        "embed_tokens.weight": _table(target),
         "fc.weight": _matrix(hidden, 2 * hidden, seed + 100),
     }
     for name, array in _layer(target, seed).items():
@@ -119,7 +127,7 @@ def minicpm_eagle_hf(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any],
         "model." + name.replace("layers.", "eagle_layers."): array for name, array in native.items()
     }
     weights["model.norm.weight"] = _norm(target.config["hidden_size"], seed + 500)
-    table = target.weights["model.embed_tokens.weight"]
+    table = _table(target)
     weights["lm_head.weight"] = target.weights.get("lm_head.weight", table)
     return _head_config(target, "EagleMiniCPMForCausalLM"), weights
 

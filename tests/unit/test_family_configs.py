@@ -414,17 +414,27 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("granite", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("granite", {"logits_scaling": 0}, ["logits_scaling is 0", "a positive number"]),
     ("granite", {"partial_rotary_factor": 0.5}, ["RoPE rotates 8 of head_dim=16 elements"]),
-    ("granite4", {"num_local_experts": 8}, ["num_local_experts is 8", "0: experts"]),
     (
         "granite4",
-        {"layer_types": ["mamba", "attention"]},
-        ["layer_types is ['mamba', 'attention']", "Mamba-2 is not supported"],
+        {"layer_types": ["mamba", "conv"]},
+        ["layer_types is ['mamba', 'conv']", "2 of 'attention' or 'mamba'"],
     ),
     (
         "granite4",
         {"position_embedding_type": "alibi"},
-        ["position_embedding_type is 'alibi'", "'rope' or null"],
+        ["position_embedding_type is 'alibi'", "'rope', 'nope' or null"],
     ),
+    ("granitehybrid", {"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "at most"]),
+    ("granitehybrid", {"mamba_d_head": 24}, ["mamba_d_head is 24", "/ mamba_n_heads"]),
+    ("granitehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups is 3", "a divisor of mamba_n_heads"]),
+    ("granitehybrid", {"mamba_d_conv": 9}, ["mamba_d_conv is 9", "2 to 8"]),
+    ("granitehybrid", {"mamba_proj_bias": True}, ["mamba_proj_bias is True", "biases of proj"]),
+    ("granitehybrid", {"time_step_limit": [0.5]}, ["time_step_limit is [0.5]", "0 or more"]),
+    ("nemotron", {"mlp_hidden_act": "silu"}, ["mlp_hidden_act is 'silu'", "'relu2'"]),
+    ("nemotron", {"hybrid_override_pattern": "MX"}, ["hybrid_override_pattern is 'MX'", "mlp (-)"]),
+    ("nemotron", {"n_group": 4}, ["n_group is 4", "groups of experts are not supported"]),
+    ("nemotron", {"moe_latent_size": 32}, ["moe_latent_size is 32", "null"]),
+    ("nemotron", {"use_bias": True}, ["use_bias is True", "biases of projections"]),
     ("smollm3", {"attention_bias": True}, ["attention_bias is True", "false"]),
     ("smollm3", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers is [1]", "a list of 2 numbers"]),
@@ -522,3 +532,155 @@ def test_lfm2() -> None:
     for key, value in (("conv_bias", True), ("conv_L_cache", 1), ("layer_types", ["mamba"] * 16)):
         with pytest.raises(ValueError, match=f"{key} "):
             build({**config, key: value})
+
+
+def test_nemotron_3_nano() -> None:
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "attention_bias": False,
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "expand": 2,
+        "head_dim": 128,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": pattern,
+        "intermediate_size": 1856,
+        "layer_norm_epsilon": 1e-05,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 64,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 262144,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "model_type": "nemotron_h",
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1,
+        "n_groups": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 128,
+        "tie_word_embeddings": False,
+        "time_step_limit": [0.0, math.inf],
+        "topk_group": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "vocab_size": 131072,
+    }
+    fields = build(config)
+    assert shape(fields) == (52, 2688, 32, 2, 128, 1856, 131072, 262144)
+    letters = {"mamba2": "M", "moe": "E", "attention": "*"}
+    assert "".join(letters[kind] for ((kind, _),) in fields.layers) == pattern
+    assert fields.layers[0] == (
+        (
+            "mamba2",
+            {
+                "num_heads": 64,
+                "head_dim": 64,
+                "num_groups": 8,
+                "state_size": 128,
+                "conv_kernel": 4,
+                "conv_bias": True,
+            },
+        ),
+    )
+    ((_, experts),) = fields.layers[1]
+    assert (experts["num_experts"], experts["top_k"], experts["routing_factor"]) == (128, 6, 2.5)
+    assert (experts["activation"], experts["shared_intermediate_size"]) == ("relu2", 3712)
+    names = find_model(config).names
+    found = [
+        names(f"backbone.{name}", fields)[0].name
+        for name in (
+            "embeddings.weight",
+            "layers.0.mixer.norm.weight",
+            "layers.0.norm.weight",
+            "layers.1.mixer.gate.e_score_correction_bias",
+            "layers.1.mixer.experts.7.up_proj.weight",
+            "layers.1.norm.weight",
+            "layers.5.mixer.q_proj.weight",
+            "norm_f.weight",
+        )
+    ]
+    assert found == [
+        "model.embed_tokens.weight",
+        "model.layers.0.mamba.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.gate.correction_bias",
+        "model.layers.1.mlp.experts.7.up_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.5.self_attn.q_proj.weight",
+        "model.norm.weight",
+    ]
+    assert names("mtp.layers.0.norm.weight", fields) == ()
+
+
+def test_granite_4_h_tiny() -> None:
+    kinds = ["mamba"] * 40
+    for layer in (5, 15, 25, 35):
+        kinds[layer] = "attention"
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "layer_types": kinds,
+        "logits_scaling": 6,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 48,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoehybrid",
+        "num_attention_heads": 12,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "position_embedding_type": "nope",
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000,
+        "shared_intermediate_size": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": 100352,
+    }
+    fields = build(config)
+    full = [i for i, layer in enumerate(fields.layers) if layer[0][0] == "attention"]
+    assert full == [5, 15, 25, 35]
+    attention = fields.layers[5][0][1]
+    assert attention["rope_attention_scaling"] == pytest.approx(128**-0.25)
+    assert fields.layers[0][0][1]["num_heads"] == 48
+    assert fields.layers[0][1] == (
+        "moe",
+        {
+            "num_experts": 64,
+            "top_k": 6,
+            "intermediate_size": 512,
+            "norm_topk_prob": True,
+            "shared_intermediate_size": 1024,
+            "shared_expert_gate": False,
+        },
+    )
+    names = find_model(config).names
+    stack = "model.layers.0.block_sparse_moe.input_linear.weight"
+    assert names(stack, fields)[-1].name == "model.layers.0.mlp.experts.63.up_proj.weight"
+    shared = names("model.layers.0.shared_mlp.input_linear.weight", fields)
+    assert [piece.name for piece in shared] == [
+        "model.layers.0.mlp.shared_expert.gate_proj.weight",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
+    ]

@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no_input_norms": ("olmo2", {}),
     "gates": ("muse", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "mamba": ("nemotron", {"num_hidden_layers": 8}),
+    "ungated_shared_expert": ("granitehybrid", {"layer_types": ["mamba", "attention"]}),
     "sinks": ("gptoss", {"layer_types": ["sliding_attention", "full_attention"]}),
 }
 

@@ -49,7 +49,7 @@ def test_families_are_found_in_files_of_their_own() -> None:
         ("Glm4MoeLiteForCausalLM", "latent attention (MLA)"),
         ("Mistral4ForConditionalGeneration", "latent attention (MLA)"),
         ("Qwen4ExpForCausalLM", "hyper-connections"),
-        ("NemotronHForCausalLM", "Mamba"),
+        ("JambaForCausalLM", "Mamba-1"),
         ("Cohere2ForCausalLM", "LayerNorm"),
     ],
 )

@@ -17,6 +17,8 @@ float activate(const GatedActivationParams& p, float gate, float up) {
       const float g = std::min(gate, p.limit), u = std::clamp(up, -p.limit, p.limit);
       return g / (1 + std::exp(-p.alpha * g)) * (u + 1);
     }
+    case Activation::kRelu2:
+      return std::max(up, 0.0f) * std::max(up, 0.0f);
     case Activation::kSilu:
       break;
   }
@@ -41,6 +43,10 @@ void gated_activation(const Context&, const GatedActivationParams& p) {
       const auto value = [&](int64_t at) {
         return to_float(x[at]) + (bias == nullptr ? 0 : to_float(bias[at]));
       };
+      if (p.kind == Activation::kRelu2) {
+        for (int64_t i = 0; i < width; ++i) out[i] = from_float<T>(activate(p, 0, to_float(x[i])));
+        continue;
+      }
       if (!p.up.empty()) {
         const T* up = p.up.as<T>() + row * p.up.size(1) + p.first_up;
         for (int64_t i = 0; i < width; ++i) {

@@ -1,6 +1,7 @@
 #include "kernels/short_conv/short_conv.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "core/half.h"
@@ -53,9 +54,14 @@ class Sequence {
     std::copy(inputs, inputs + width_, before_.end() - width_);
   }
 
+  const T* row(int j) const { return p_.x.as<T>() + int64_t{first_ + j} * p_.x.size(1); }
   // u of a token.
   void multiply(T* to, int j) const {
-    const T* b = p_.bcx.as<T>() + int64_t{first_ + j} * 3 * width_;
+    const T* b = row(j);
+    if (p_.silu) {
+      std::copy(b + p_.first, b + p_.first + width_, to);
+      return;
+    }
     for (int64_t i = 0; i < width_; ++i) {
       to[i] = from_float<T>(to_float(b[i]) * to_float(b[2 * width_ + i]));
     }
@@ -70,7 +76,7 @@ class Sequence {
                                          : before_.data() + (kernel_size_ - 2 - missing++) * width_;
       if (node >= 0) node = parent_of(node);
     }
-    const T* c = p_.bcx.as<T>() + (int64_t{first_ + j} * 3 + 1) * width_;
+    const T* c = row(j) + width_;  // gated
     T* out = p_.out.as<T>() + int64_t{first_ + j} * width_;
     for (int64_t i = 0; i < width_; ++i) {
       const T* weight = p_.weight.as<T>() + i * kernel_size_;
@@ -78,7 +84,7 @@ class Sequence {
       for (int t = 0; t < kernel_size_; ++t) {
         sum += to_float(weight[t]) * to_float(rows[static_cast<size_t>(t)][i]);
       }
-      out[i] = from_float<T>(to_float(c[i]) * sum);
+      out[i] = from_float<T>(p_.silu ? sum / (1 + std::exp(-sum)) : to_float(c[i]) * sum);
     }
   }
   int parent_of(int node) const {
@@ -98,7 +104,7 @@ class Sequence {
 
 void short_conv(const Context&, const ShortConvParams& p) {
   check_short_conv(p);
-  dispatch_host_dtype(p.bcx.dtype(), [&](auto t) {
+  dispatch_host_dtype(p.x.dtype(), [&](auto t) {
 #pragma omp parallel for if (p.tokens.num_seqs > 1)
     for (int seq = 0; seq < p.tokens.num_seqs; ++seq) Sequence<decltype(t)>(p, seq).run();
   });

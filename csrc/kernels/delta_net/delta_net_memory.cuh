@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/delta_net/delta_net_columns.cuh"
-#include "kernels/delta_net/delta_net_tree.cuh"
+#include "kernels/step/tree_plan.cuh"
 
 namespace cpmcu::cuda::delta_net {
 

@@ -16,7 +16,7 @@
 //      it. Nothing here needs the projection before it, so the work overlaps that.
 //   2. Copy the step's raw tokens to shared memory. Prepare them: convolution, SiLU, norms, gates.
 //      With more than four tokens, each CTA prepares q and k of its share for all (DSMEM).
-//   3. Recurrence: each warp by itself, without a barrier, depth first (delta_net_tree.cuh).
+//   3. Recurrence: each warp by itself, without a barrier, depth first (step/tree_plan.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
 //
 // Prompt: a pipeline of stages of 32 tokens. While eight warps run the recurrence of stage s, eight

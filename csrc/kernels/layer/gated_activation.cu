@@ -27,6 +27,9 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha, flo
   } else if constexpr (kKind == Activation::kClampedSwiglu) {
     const float g = fminf(gate, limit), u = fminf(fmaxf(up, -limit), limit);
     return __fdividef(g, 1.0f + __expf(-alpha * g)) * (u + 1.0f);
+  } else if constexpr (kKind == Activation::kRelu2) {
+    const float u = fmaxf(up, 0.0f);
+    return u * u;
   } else {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
   }
@@ -68,8 +71,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const int at = (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * 8;
   if (at >= width) return;
-  Pairs pairs = up == nullptr ? Pairs(x + row * 2 * width, at, width, alternates)
-                              : Pairs(x + row * width + at, up + row * up_stride + at, false);
+  // A squared ReLU has x as `up`, and no gate.
+  const bool two = up == nullptr && kKind != Activation::kRelu2;
+  const T* const second = up == nullptr ? x + row * width + at : up + row * up_stride + at;
+  Pairs pairs = two ? Pairs(x + row * 2 * width, at, width, alternates)
+                    : Pairs(x + row * width + at, second, false);
   if (bias != nullptr) {
     const int64_t place = order == nullptr ? row : order[row];
     const int64_t from = index == nullptr ? 0 : index[place];
@@ -113,6 +119,8 @@ void gated_activation(const Context& ctx, const GatedActivationParams& p) {
         return run(gated_activation_kernel<T, Activation::kGeluTanh>);
       case Activation::kClampedSwiglu:
         return run(gated_activation_kernel<T, Activation::kClampedSwiglu>);
+      case Activation::kRelu2:
+        return run(gated_activation_kernel<T, Activation::kRelu2>);
     }
   });
 }

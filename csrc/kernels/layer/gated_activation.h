@@ -4,17 +4,18 @@
 //   kClampedSwiglu  g / (1 + exp(-alpha g)) * (u + 1), g = min(gate, limit),
 //                   u = clamp(up, -limit, limit)
 //   kSilu           silu(gate) * up, for a projection with a bias; else silu_mul
+//   kRelu2          max(up, 0)^2, without a gate
 #pragma once
 
 #include "kernels/op.h"
 
 namespace cpmcu {
 
-enum class Activation { kSilu, kGeluTanh, kClampedSwiglu };
+enum class Activation { kSilu, kGeluTanh, kClampedSwiglu, kRelu2 };
 
 struct GatedActivationParams {
   Tensor out;  // [R, I]
-  Tensor x;    // [R, 2 I], same dtype: gate, then up; with `up`, [R, I]: gate
+  Tensor x;    // [R, 2 I], same dtype: gate, then up; with `up`, [R, I]: gate; kRelu2: [R, I]
   Activation kind = Activation::kSilu;
   float alpha = 1;
   float limit = 0;
@@ -28,12 +29,16 @@ struct GatedActivationParams {
 };
 
 inline void check_gated_activation(const GatedActivationParams& p) {
+  const bool gated = p.kind != Activation::kRelu2;
   CHECK(p.out.num_dims() == 2 && p.x.num_dims() == 2 && p.out.dtype() == p.x.dtype() &&
-            p.x.size(0) == p.out.size(0) && p.x.size(1) == (p.up.empty() ? 2 : 1) * p.out.size(1) &&
+            p.x.size(0) == p.out.size(0) &&
+            p.x.size(1) == (gated && p.up.empty() ? 2 : 1) * p.out.size(1) &&
             p.out.size(1) % 8 == 0,
-        "gated_activation: x is {} {}, out {} {}; expected twice as many columns in x, multiples "
-        "of 8",
-        name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+        "gated_activation: x is {} {}, out {} {}; expected {} in x, multiples of 8",
+        name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text(),
+        gated ? "twice as many columns" : "the same columns");
+  CHECK(gated || (p.up.empty() && p.bias.empty() && !p.alternates),
+        "gated_activation: the squared ReLU has a bias or a gate, expected neither");
   CHECK(p.up.empty() || (p.up.num_dims() == 2 && p.up.dtype() == p.x.dtype() && p.bias.empty() &&
                          !p.alternates && p.up.size(0) == p.x.size(0) && p.first_up >= 0 &&
                          p.first_up % 8 == 0 && p.up.size(1) % 8 == 0 &&

@@ -1,4 +1,4 @@
-// short_conv: the gated short convolution of a step's tokens, and the state of the slots.
+// short_conv: the short convolution of a step's tokens, and the state of the slots.
 //
 // Roofline: 8 bytes an element of `out` of HBM traffic. For one token: the latency of the dependent
 // loads slot -> length -> accepted path -> pending.
@@ -29,13 +29,15 @@ constexpr int kTokens = kMaxTreeSize;  // of a CTA
 template <typename T>
 struct ShortConvArgs {
   T* out;
-  const T* bcx;
+  const T* x;
   const T* weight;
   const T* bias;  // null: none
   T* window;
   T* pending;
   int* folded;
   int width, num_pending;
+  int64_t row, first;  // columns of x; the column of u, if not gated
+  bool silu;
   Accepted accepted;
   bool commits;
   StepTokens tokens;
@@ -101,7 +103,8 @@ struct Channel {
 
   // u of token j of the sequence, as it is stored.
   __device__ __forceinline__ float input(int j) const {
-    const T* const row = args.bcx + int64_t{first + j} * 3 * args.width + channel;
+    const T* const row = args.x + int64_t{first + j} * args.row + channel;
+    if (args.silu) return to_float(row[args.first]);
     return to_float(from_float<T>(__fmul_rn(to_float(row[0]), to_float(row[2 * args.width]))));
   }
   __device__ __forceinline__ int parent_of(int node) const {
@@ -131,8 +134,9 @@ struct Channel {
 #pragma unroll
     for (int t = 0; t < kTaps; ++t) sum = __fmaf_rn(weight[t], inputs[t], sum);
     const int64_t row = first + j;
-    const float c = to_float(args.bcx[(row * 3 + 1) * args.width + channel]);
-    args.out[row * args.width + channel] = from_float<T>(__fmul_rn(c, sum));
+    const float factor = args.silu ? __fdividef(1.0f, 1.0f + __expf(-sum))
+                                   : to_float(args.x[row * args.row + args.width + channel]);
+    args.out[row * args.width + channel] = from_float<T>(__fmul_rn(factor, sum));
   }
 };
 
@@ -176,13 +180,13 @@ void short_conv(const Context& ctx, const ShortConvParams& p) {
   const int width = static_cast<int>(p.out.size(1));
   const dim3 grid((width + kChannels - 1) / kChannels,
                   (p.tokens.max_seq_tokens + kTokens - 1) / kTokens, p.tokens.num_seqs);
-  dispatch_half(p.bcx.dtype(), [&](auto t) {
+  dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     dispatch_int<2, 3, 4, 5, 6, 7, 8>(
         "short_conv: kernel_size", static_cast<int>(p.weight.size(1)), [&](auto kernel_size) {
           launch(ctx, short_conv_kernel<T, kernel_size.value>, grid, dim3(kChannels * kWarps), 0,
                  ShortConvArgs<T>{.out = p.out.as<T>(),
-                                  .bcx = p.bcx.as<const T>(),
+                                  .x = p.x.as<const T>(),
                                   .weight = p.weight.as<const T>(),
                                   .bias = p.bias.as<const T>(),
                                   .window = p.window.as<T>(),
@@ -190,6 +194,9 @@ void short_conv(const Context& ctx, const ShortConvParams& p) {
                                   .folded = p.folded.as<int>(),
                                   .width = width,
                                   .num_pending = static_cast<int>(p.pending.size(1)),
+                                  .row = p.x.size(1),
+                                  .first = p.first,
+                                  .silu = p.silu,
                                   .accepted = p.accepted,
                                   .commits = p.commits,
                                   .tokens = p.tokens});

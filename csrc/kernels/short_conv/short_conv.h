@@ -1,8 +1,10 @@
-// Gated short convolution (LFM2) of a step's tokens: everything between the input projection and
-// the output projection of one layer. For each token, with its projections b, c, x of a channel:
+// Short causal convolution of a step's tokens, for each channel by itself:
 //
-//   u = b * x, rounded to the model's dtype
-//   out = c * (bias + sum over t = 0..K - 1 of weight[t] * u of the token K - 1 - t places before)
+//   sum = bias + sum over t = 0..K - 1 of weight[t] * u of the token K - 1 - t places before
+//
+//   gated (LFM2)    x is b, c, x for each channel. u = b * x, rounded to the model's dtype;
+//                   out = c * sum
+//   SiLU (Mamba-2)  u = columns first, first + 1, ... of x; out = silu(sum)
 //
 // A token follows its parent (kernels/step/step_tokens.h). The operations of a token are the same
 // in a prefill, in plain decoding and in a tree, so chunks and trees change no bit.
@@ -21,10 +23,12 @@ namespace cpmcu {
 constexpr int kMaxConvTaps = 8;  // K, the token itself included
 
 struct ShortConvParams {
-  Tensor out;     // [T, H]
-  Tensor bcx;     // [T, 3 H]: b, c, x
-  Tensor weight;  // [H, K]
-  Tensor bias{};  // [H]; empty: none
+  Tensor out;         // [T, H]
+  Tensor x;           // gated: [T, 3 H]: b, c, x; SiLU: [T, columns]
+  bool silu = false;  // not gated
+  int64_t first = 0;  // column of u; SiLU only
+  Tensor weight;      // [H, K]
+  Tensor bias{};      // [H]; empty: none
   // The state of the slots.
   Tensor window;   // [slots, K - 1, H]
   Tensor pending;  // [slots, most tokens of a decode step, H]
@@ -36,17 +40,18 @@ struct ShortConvParams {
 };
 
 inline void check_short_conv(const ShortConvParams& p) {
-  const DType dtype = p.bcx.dtype();
+  const DType dtype = p.x.dtype();
   const int64_t width = p.out.size(1);
   const int64_t kernel_size = p.weight.num_dims() == 2 ? p.weight.size(1) : 0;
-  CHECK(p.out.num_dims() == 2 && p.bcx.num_dims() == 2 && p.bcx.size(1) == 3 * width &&
-            p.bcx.size(0) == p.out.size(0) && p.out.dtype() == dtype && p.weight.dtype() == dtype &&
-            p.weight.size(0) == width && kernel_size >= 2 && kernel_size <= kMaxConvTaps &&
+  CHECK(p.out.num_dims() == 2 && p.x.num_dims() == 2 && p.x.size(0) == p.out.size(0) &&
+            (p.silu ? p.first >= 0 && p.first + width <= p.x.size(1) : p.x.size(1) == 3 * width) &&
+            p.out.dtype() == dtype && p.weight.dtype() == dtype && p.weight.size(0) == width &&
+            kernel_size >= 2 && kernel_size <= kMaxConvTaps &&
             (p.bias.empty() || (p.bias.dtype() == dtype && p.bias.num_elements() == width)),
-        "short_conv: out is {}, bcx {} {}, weight {} and bias {}; expected [T, H], [T, 3 H], "
-        "[H, 2 to {}] and [H] of one dtype",
-        p.out.shape_text(), name_of(dtype), p.bcx.shape_text(), p.weight.shape_text(),
-        p.bias.shape_text(), kMaxConvTaps);
+        "short_conv: out is {}, x {} {} from column {} on, weight {} and bias {}; expected [T, H], "
+        "{}, [H, 2 to {}] and [H] of one dtype",
+        p.out.shape_text(), name_of(dtype), p.x.shape_text(), p.first, p.weight.shape_text(),
+        p.bias.shape_text(), p.silu ? "[T, H columns or more]" : "[T, 3 H]", kMaxConvTaps);
   CHECK(p.window.num_dims() == 3 && p.window.dtype() == dtype &&
             p.window.size(1) == kernel_size - 1 && p.window.size(2) == width &&
             p.pending.num_dims() == 3 && p.pending.dtype() == dtype && p.pending.size(2) == width &&

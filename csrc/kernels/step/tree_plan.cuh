@@ -1,4 +1,5 @@
-// The order in which gated_delta_net.cu visits the nodes of a tree.
+// The order in which an op with a recurrent state S (gated_delta_net.cu, mamba2.cu) visits the
+// nodes of a tree.
 //
 // Depth first, so that most nodes follow their parent. A node with several children keeps a copy of
 // its S in a slot of shared memory, from which its later children start. The child with the most
@@ -7,9 +8,9 @@
 // from S, and replays the ancestors between.
 #pragma once
 
-#include "kernels/delta_net/gated_delta_net.h"
+#include "kernels/step/step_tokens.h"
 
-namespace cpmcu::cuda::delta_net {
+namespace cpmcu::cuda {
 
 constexpr int copies_of(int num_nodes) {
   return num_nodes < 3 ? 0 : 1 + copies_of((num_nodes - 1) / 2);
@@ -105,4 +106,4 @@ struct TreePlan {
   }
 };
 
-}  // namespace cpmcu::cuda::delta_net
+}  // namespace cpmcu::cuda
