@@ -29,7 +29,7 @@ random bits, with scales that give the same standard deviation. An MTP head and 
 that published files leave dense stay dense. So does the fc of a draft with synthetic acceptance,
 except in gptq.
 
-    gptq   4 bits with groups of 128
+    gptq   4 bits with groups of 128; gptq-g64: of 64, for nemotron-3-nano
     fp8    e4m3 with blocks of 128 x 128
     nvfp4  e2m1 with groups of 16 (compressed-tensors)
     int8   8 bits with one scale for a row (compressed-tensors)
@@ -86,7 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quant", choices=[*FORMATS, GGUF], help="store projections in this format"
     )
-    parser.add_argument("--draft-quant", choices=FORMATS, help="the same for the draft")
+    of_draft = [form for form in FORMATS if form != "gptq-g64"]
+    parser.add_argument("--draft-quant", choices=of_draft, help="the same for the draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size-gb", type=float, default=5.0)
     parser.add_argument("--num-hidden-layers", type=int, help="default: the model's")

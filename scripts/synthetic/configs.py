@@ -331,3 +331,36 @@ def gemma4(**keys: Any) -> Config:
         "vocab_size": 262144,
         **keys,
     }
+
+
+def nemotron_h(**keys: Any) -> Config:
+    """Nemotron-H with experts."""
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "head_dim": 128,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 262144,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 128,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "vocab_size": 131072,
+        **keys,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from scripts.synthetic import compressed, gptq
 from scripts.synthetic.tensors import Config, TensorSpec
@@ -24,6 +25,9 @@ class Format:
 
 FORMATS = {
     "gptq": Format(gptq.CONFIG, gptq.random_tensors, "float16"),
+    "gptq-g64": Format(
+        gptq.CONFIG | {"group_size": 64}, partial(gptq.random_tensors, group=64), "float16"
+    ),
     "fp8": Format(compressed.FP8, compressed.fp8_tensors, "bfloat16"),
     "nvfp4": Format(compressed.NVFP4, compressed.nvfp4_tensors, "bfloat16"),
     "int8": Format(compressed.INT8, compressed.int8_tensors, "bfloat16"),
@@ -33,7 +37,7 @@ FORMATS = {
 def quantisation_config(config: Config, name: str) -> Config:
     """The quantization_config of a model."""
     stated = FORMATS[name].config
-    if name != "gptq" or "linear_num_key_heads" not in config:
+    if not name.startswith("gptq") or "linear_num_key_heads" not in config:
         return stated
     rules = [f"-:.*{module}$" for module in DENSE_OF_HYBRIDS] + ["-:^mtp.*"]
     return stated | {"dynamic": {rule: {} for rule in rules}}

@@ -28,22 +28,30 @@ CONFIG: Config = {
 }
 
 
-def random_tensors(module: str, rows: int, columns: int, std: float) -> Iterator[TensorSpec]:
+def random_tensors(
+    module: str, rows: int, columns: int, std: float, group: int = GROUP_SIZE
+) -> Iterator[TensorSpec]:
     """One projection of random codes whose weights have this standard deviation."""
-    yield from gptq_tensors(module, rows, columns, random_bits(CODES), std / LEVELS_STD)
+    codes = random_bits(CODES)
+    yield from gptq_tensors(module, rows, columns, codes, std / LEVELS_STD, group=group)
 
 
 def gptq_tensors(
-    module: str, rows: int, columns: int, q: Fill, scale: float, scales: Fill | None = None
+    module: str,
+    rows: int,
+    columns: int,
+    q: Fill,
+    scale: float,
+    scales: Fill | None = None,
+    group: int = GROUP_SIZE,
 ) -> Iterator[TensorSpec]:
     """The tensors of one projection [columns -> rows]: w = (q - 8) * scale."""
-    if columns % GROUP_SIZE or rows % 8:
+    if columns % group or rows % 8:
         raise SystemExit(
-            f"{module} is [{columns} -> {rows}], but 4-bit weights need multiples of {GROUP_SIZE} "
-            "and 8"
+            f"{module} is [{columns} -> {rows}], but 4-bit weights need multiples of {group} and 8"
         )
-    groups = columns // GROUP_SIZE
-    zeros, order = _zeros_and_order(rows, columns)
+    groups = columns // group
+    zeros, order = _zeros_and_order(rows, columns, group)
     scales = scales or normal(0.05 * scale, mean=scale)
     yield TensorSpec(f"{module}.qweight", (columns // 8, rows), q, "int32")
     yield TensorSpec(f"{module}.qzeros", (groups, rows // 8), stored(zeros), "int32")
@@ -52,7 +60,7 @@ def gptq_tensors(
 
 
 @functools.cache
-def _zeros_and_order(rows: int, columns: int) -> tuple[Array, Array]:
+def _zeros_and_order(rows: int, columns: int, group: int) -> tuple[Array, Array]:
     """qzeros (z - 1) and g_idx. A model with experts has tens of thousands of equal ones."""
-    zeros = np.full(columns // GROUP_SIZE * rows // 8, 0x77777777, np.int32)
-    return zeros, np.arange(columns, dtype=np.int32) // GROUP_SIZE
+    zeros = np.full(columns // group * rows // 8, 0x77777777, np.int32)
+    return zeros, np.arange(columns, dtype=np.int32) // group

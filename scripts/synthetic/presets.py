@@ -24,6 +24,7 @@ from scripts.synthetic.configs import (
     longrope,
     minicpm,
     ministral,
+    nemotron_h,
     qwen,
     qwen_moe,
 )
@@ -34,6 +35,7 @@ from scripts.synthetic.layouts import (
     eagle_tensors,
     module_tensors,
 )
+from scripts.synthetic.mamba import nemotron_tensors
 from scripts.synthetic.sliding import MXFP4, gemma4_tensors, gpt_oss_tensors
 from scripts.synthetic.tensors import Config, TensorSpec
 
@@ -201,6 +203,24 @@ PRESETS: dict[str, Preset] = {
         generation(2, [1, 106], pad=0, do_sample=True, temperature=1.0, top_k=64, top_p=0.95),
         gemma4_tensors,
     ),
+    "nemotron-3-nano": Preset(
+        nemotron_h(
+            hidden_size=2688,
+            num_hidden_layers=52,
+            hybrid_override_pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            intermediate_size=1856,
+            mamba_num_heads=64,
+            n_groups=8,
+            n_routed_experts=128,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1856,
+            moe_shared_expert_intermediate_size=3712,
+        ),
+        generation(1, [2, 11], pad=0, do_sample=True, temperature=1.0, top_p=1.0),
+        nemotron_tensors,
+    ),
     "tiny-llama": Preset(
         llama(
             **TINY,
@@ -242,6 +262,22 @@ PRESETS: dict[str, Preset] = {
         ),
         TINY_GENERATION,
         gemma4_tensors,
+    ),
+    "tiny-nemotron": Preset(
+        nemotron_h(
+            **TINY | {"num_hidden_layers": 4},
+            hybrid_override_pattern="ME*-",
+            head_dim=64,
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            n_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=192,
+            moe_shared_expert_intermediate_size=128,
+        ),
+        TINY_GENERATION,
+        nemotron_tensors,
     ),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
     "tiny-qwen3.5": Preset(hybrid(**TINY_HYBRID), TINY_GENERATION, hybrid_tensors),

@@ -52,7 +52,7 @@ def dequantised(form: str, tensors: Tensors, module: str) -> npt.NDArray[np.floa
 
 
 @pytest.mark.parametrize("preset", MODULES)
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "gptq"])
+@pytest.mark.parametrize("form", [form for form in FORMATS if not form.startswith("gptq")])
 def test_formats(preset: str, form: str, tmp_path: Path) -> None:
     out = write(preset, tmp_path / form, "--quant", form)
     module = f"model.layers.0.{MODULES[preset]}"
@@ -74,6 +74,9 @@ def test_formats(preset: str, form: str, tmp_path: Path) -> None:
         ["tiny-gemma4"],
         ["tiny-gemma4", "--quant", "gptq", "--set", "intermediate_size=1024"],
         ["tiny-gemma4", "--quant", "fp8"],
+        ["tiny-nemotron"],
+        ["tiny-nemotron", "--quant", "gptq-g64"],
+        ["tiny-nemotron", "--quant", "nvfp4"],
         ["ministral-8b", "--set", "hidden_size=256", "--set", "vocab_size=4096"],
     ],
 )
