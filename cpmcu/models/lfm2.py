@@ -88,14 +88,10 @@ def build_lfm2_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFiel
 def _build(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     config = {**DEFAULTS, **config}
     reader = ConfigReader(config)
-    reader.refuse("conv_bias", "biases of convolutions are not supported")
     eps = reader.positive_float("norm_eps", default=1e-5)
     fields = read_spec({**config, "rms_norm_eps": eps}, options, qk_norm=True)
-    kernel_size = reader.positive_int("conv_L_cache", default=3, most=8)
-    if kernel_size < 2:
-        raise reader.fail("conv_L_cache", "2 to 8")
     mixers: dict[str, tuple[str, Mapping[str, Any]]] = {
-        "conv": ("short_conv", {"conv_kernel": kernel_size}),
+        "conv": ("short_conv", {"conv_kernel": conv_kernel(reader, default=3)}),
         "full_attention": ("attention", {}),
     }
     kinds = config.get("layer_types")
@@ -105,6 +101,15 @@ def _build(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
         raise reader.fail("layer_types", f"only {' or '.join(KINDS)}, not {', '.join(others)}")
     layers: tuple[Layer, ...] = tuple((mixers[kind], ("mlp", {})) for kind in kinds)
     return replace(fields, layers=layers)
+
+
+def conv_kernel(reader: ConfigReader, default: int) -> int:
+    """The length of a convolution. Raises ValueError for a convolution with biases."""
+    reader.refuse("conv_bias", "biases of convolutions are not supported")
+    kernel_size = reader.positive_int("conv_L_cache", default=default, most=8)
+    if kernel_size < 2:
+        raise reader.fail("conv_L_cache", "2 to 8")
+    return kernel_size
 
 
 def _mlp_width(reader: ConfigReader) -> int:

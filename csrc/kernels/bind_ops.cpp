@@ -237,12 +237,12 @@ void bind_layer_ops(py::module_& m) {
       "ctx"_a, "out"_a, "x"_a, "interleaved"_a = false, "csrc/kernels/layer/silu_mul.h");
   m.def(
       "sigmoid_gate",
-      [](const OpsContext& c, SharedArray x, SharedArray gates, int head_dim, int first,
-         int stride) {
-        sigmoid_gate(c.ctx, {tensor_of(x), tensor_of(gates), head_dim, first, stride});
+      [](const OpsContext& c, SharedArray x, SharedArray gates, int head_dim, int first, int stride,
+         bool of_heads) {
+        sigmoid_gate(c.ctx, {tensor_of(x), tensor_of(gates), head_dim, first, stride, of_heads});
       },
       "ctx"_a, py::kw_only(), "x"_a, "gates"_a, "head_dim"_a, "first"_a, "stride"_a,
-      "csrc/kernels/layer/sigmoid_gate.h");
+      "of_heads"_a = false, "csrc/kernels/layer/sigmoid_gate.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,

@@ -61,12 +61,13 @@ class AttentionBlock : public Block {
                         .in_features = shape_.q_size(),
                         .dtype = spec_.dtype,
                         .options = spec_.linear_options_of(attn + "o_proj")});
-    if (!shape_.gate_proj) return;
-    gate_ = make_linear(spec_.linear_method_of(attn + "gate_proj"),
-                        {.parts = {{attn + "gate_proj", shape_.q_size()}},
+    if (!shape_.gate_proj && !shape_.head_gate) return;
+    gate_name_ = attn + (shape_.head_gate ? "g_proj" : "gate_proj");
+    gate_ = make_linear(spec_.linear_method_of(gate_name_),
+                        {.parts = {{gate_name_, shape_.gate_size()}},
                          .in_features = in_features,
                          .dtype = spec_.dtype,
-                         .options = spec_.linear_options_of(attn + "gate_proj")});
+                         .options = spec_.linear_options_of(gate_name_)});
   }
 
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
@@ -85,7 +86,7 @@ class AttentionBlock : public Block {
     const int64_t bytes = size_of(spec_.dtype);
     if (gate_ != nullptr) {
       gate_->plan(plan, limits);
-      gate_id_ = plan.add_scratch("attention.gate", bytes * limits.max_tokens * shape_.q_size(),
+      gate_id_ = plan.add_scratch("attention.gate", bytes * limits.max_tokens * shape_.gate_size(),
                                   phase_ + 1, phase_ + 3);
     }
     if (shape_.o_bias) {
@@ -163,7 +164,7 @@ class AttentionBlock : public Block {
     }
     if (gate_ != nullptr) {
       gate_->bind(arena);
-      gate_buffer_ = arena.tensor(gate_id_, spec_.dtype, {max_tokens_, shape_.q_size()});
+      gate_buffer_ = arena.tensor(gate_id_, spec_.dtype, {max_tokens_, shape_.gate_size()});
     }
     if (shape_.o_bias) o_bias_ = arena.tensor(o_bias_id_, spec_.dtype, {1, spec_.hidden_size});
     if (shape_.sinks) sinks_ = arena.tensor(sinks_id_, DType::kF32, {shape_.num_heads});
@@ -222,7 +223,7 @@ class AttentionBlock : public Block {
     Value gates;
     if (gate_ != nullptr) {
       gates = ops.value("attention.gate", gate_buffer_);
-      ops.linear(attn + "gate_proj", *gate_, gates, x);
+      ops.linear(gate_name_, *gate_, gates, x);
     }
     ops.linear(attn + "qkv_proj", *qkv_, qkv, x);
     append_norms(ops, qkv);
@@ -242,7 +243,9 @@ class AttentionBlock : public Block {
                        },
                    .splits = splits});
     if (shape_.output_gate) append_gate(ops, out, qkv, shape_.head_dim, 2 * shape_.head_dim);
-    if (gate_ != nullptr) append_gate(ops, out, gates, 0, shape_.head_dim);
+    if (gate_ != nullptr) {
+      append_gate(ops, out, gates, 0, shape_.head_gate ? 1 : shape_.head_dim);
+    }
     ops.add_linear(attn + "o_proj", *out_, hidden, out, spec_.residual_scale, adds_);
     if (!shape_.o_bias) return;
     ops.call(
@@ -316,7 +319,8 @@ class AttentionBlock : public Block {
                                   .gates = rows(gates),
                                   .head_dim = shape_.head_dim,
                                   .first = first,
-                                  .stride = stride});
+                                  .stride = stride,
+                                  .of_heads = shape_.head_gate});
              });
   }
   RotaryKvParams rotary() const {
@@ -405,7 +409,8 @@ class AttentionBlock : public Block {
   Timeline phase_;
   bool adds_;  // see BlockConfig
   std::optional<SparseKeys> sparse_;
-  std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ null: no gate_proj
+  std::string gate_name_;
+  std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ null: no gate_proj or g_proj
   RotaryTable rotary_;
   ModelState::PagedId keys_id_, values_id_, key_scales_id_, value_scales_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,

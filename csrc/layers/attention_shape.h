@@ -19,6 +19,7 @@ struct AttentionShape {
   bool v_norm;           // RMSNorm of each v head, without weights
   bool o_bias, sinks;
   bool gate_proj;  // the output is multiplied by the sigmoid of a further projection
+  bool head_gate;  // the same with one gate for each head, g_proj
   int kv_layer;    // the layer whose keys and values this block reads; -1: its own
   float softmax_scale;
   float rope_attention_scaling;
@@ -39,18 +40,33 @@ struct AttentionShape {
         o_bias(params.flag("o_bias", false)),
         sinks(params.flag("sinks", false)),
         gate_proj(params.flag("gate_proj", false)),
+        head_gate(params.flag("head_gate", false)),
         kv_layer(params.integer("kv_layer", -1)),
         softmax_scale(params.number("softmax_scale", 1 / std::sqrt(static_cast<float>(head_dim)))),
         rope_attention_scaling(
             params.number("rope_attention_scaling", spec.rope_attention_scaling)),
         query_scale_beta(params.number("query_scale_beta", 0)),
         query_scale_length(params.integer("query_scale_length", 1)) {
-    params.check_known(
-        "an attention block",
-        {"num_attention_heads", "num_key_value_heads", "head_dim", "window", "qkv_bias", "qk_norm",
-         "output_gate", "rope_inv_freq", "rope_attention_scaling", "query_scale_beta",
-         "query_scale_length", "joint_qk_norm", "qk_norm_weights", "v_norm", "o_bias", "sinks",
-         "gate_proj", "softmax_scale", "kv_layer"});
+    params.check_known("an attention block", {"num_attention_heads",
+                                              "num_key_value_heads",
+                                              "head_dim",
+                                              "window",
+                                              "qkv_bias",
+                                              "qk_norm",
+                                              "output_gate",
+                                              "rope_inv_freq",
+                                              "rope_attention_scaling",
+                                              "query_scale_beta",
+                                              "query_scale_length",
+                                              "joint_qk_norm",
+                                              "qk_norm_weights",
+                                              "v_norm",
+                                              "o_bias",
+                                              "sinks",
+                                              "gate_proj",
+                                              "head_gate",
+                                              "softmax_scale",
+                                              "kv_layer"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
           "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
@@ -59,9 +75,10 @@ struct AttentionShape {
     CHECK(!(output_gate && qkv_bias),
           "an attention block has an output gate and a bias, expected one of them");
     CHECK(window >= 0, "an attention block has a window of {}, expected at least 0", window);
-    CHECK(!(output_gate && (joint_qk_norm || gate_proj)) && !(joint_qk_norm && qk_norm),
+    CHECK(!(output_gate && (joint_qk_norm || gate_proj || head_gate)) &&
+              !(joint_qk_norm && qk_norm) && !(gate_proj && head_gate),
           "an attention block has an output gate in q_proj, or norms of single heads, and also "
-          "joint_qk_norm or gate_proj, expected one of them");
+          "joint_qk_norm, gate_proj or head_gate, expected one of them");
     CHECK(
         !(qkv_bias && (joint_qk_norm || v_norm)),
         "an attention block has a bias on q, k and v, expected none with joint_qk_norm or v_norm");
@@ -77,6 +94,7 @@ struct AttentionShape {
   int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
   // Rows of q_proj: with an output gate, each query head is followed by its gate.
   int64_t q_rows() const { return (output_gate ? 2 : 1) * q_size(); }
+  int64_t gate_size() const { return head_gate ? num_heads : q_size(); }  // of a further projection
   bool shares_kv() const { return kv_layer >= 0; }
   int64_t qkv_size() const { return q_rows() + (shares_kv() ? 0 : 2 * kv_size()); }
   QkvLayout layout() const {

@@ -103,6 +103,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"num_hidden_layers": 2, "conv_L_cache": 5, "layer_types": ["conv", "conv"]},
     ),
+    "lfm3": ("lfm3", {"num_hidden_layers": 6}),
+    "lfm3 without gates": (
+        "lfm3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "sliding_window": 1000,
+        },
+    ),
     "lfm2_moe": ("lfm2moe", {"num_hidden_layers": 4}),
     "muse_glimmer": ("muse", {"num_hidden_layers": 8}),
     "granite_swa": ("graniteswa", {"num_hidden_layers": 4}),
@@ -149,6 +160,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_STATE = (
     "lfm2",
     "lfm2moe",
+    "lfm3",
     "nemotron",
     "granitehybrid",
 )  # families whose blocks have a state for each slot

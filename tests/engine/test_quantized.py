@@ -36,6 +36,7 @@ OTHERS = (
     "muse",
     "granite_swa",
     "lfm2",
+    "lfm3",
     "nemotron_h",
     "granite hybrid",
 )

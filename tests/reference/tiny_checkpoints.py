@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "gptoss": ("GptOssForCausalLM", "gpt_oss"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
+    "lfm3": ("Lfm3ForCausalLM", "lfm3"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral": ("MinistralForCausalLM", "ministral"),
     "ministral3": ("Ministral3ForCausalLM", "ministral3"),

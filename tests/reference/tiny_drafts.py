@@ -59,7 +59,8 @@ def _head_config(target: TinyCheckpoint, architecture: str) -> dict[str, Any]:
 def _dense_config(target: TinyCheckpoint) -> dict[str, Any]:
     """The target's config with one layer; a head has no experts."""
     config = {key: value for key, value in target.config.items() if key not in EXPERTS}
-    if config["model_type"].endswith("_moe") or config["model_type"] in ("lfm2", "nemotron_h"):
+    as_llama = ("lfm2", "lfm3", "nemotron_h")
+    if config["model_type"].endswith("_moe") or config["model_type"] in as_llama:
         config["model_type"] = "llama"
     if "mamba" in (config.get("layer_types") or ()):  # Granite 4
         config |= {"model_type": "llama", "layer_types": None}

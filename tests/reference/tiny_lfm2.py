@@ -1,4 +1,4 @@
-"""Random weights of tiny LFM2 models."""
+"""Random weights of tiny LFM2 and LFM3 models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-MODEL_TYPES = ("lfm2", "lfm2_moe")
+MODEL_TYPES = ("lfm2", "lfm2_moe", "lfm3")
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "lfm3": {
+        "norm_eps": 1e-5,
+        "conv_L_cache": 7,
+        "num_hidden_layers": 6,
+        "layer_types": ["conv", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 33,
+        "tie_word_embeddings": True,
+    },
     "lfm2": {
         "norm_eps": 1e-5,
         "conv_L_cache": 3,
@@ -38,6 +46,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
 def lfm2_weights(config: Mapping[str, Any], seed: int) -> dict[str, Array]:
     """float32 weights with the names of the files."""
     rng = np.random.default_rng(seed)
+    is_lfm3 = config["model_type"] == "lfm3"
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = (config[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads"))
@@ -57,8 +66,13 @@ def lfm2_weights(config: Mapping[str, Any], seed: int) -> dict[str, Array]:
         else:
             for part, rows in (("q", q), ("k", kv), ("v", kv)):
                 own[f"self_attn.{part}_proj.weight"] = matrix(rows, hidden)
-            own["self_attn.out_proj.weight"] = matrix(hidden, q)
-            own |= {f"self_attn.{part}_layernorm.weight": norm(head_dim) for part in "qk"}
+            out, of_heads = ("o_proj", "norm") if is_lfm3 else ("out_proj", "layernorm")
+            own[f"self_attn.{out}.weight"] = matrix(hidden, q)
+            own |= {f"self_attn.{part}_{of_heads}.weight": norm(head_dim) for part in "qk"}
+            if is_lfm3 and config.get("use_attention_gate", True):
+                own["self_attn.g_proj.weight"] = matrix(config["num_attention_heads"], hidden)
+        if is_lfm3 and config.get("use_sandwich_norm", True):
+            own |= {f"post_{part}_norm.weight": norm(hidden) for part in ("operator", "ffn")}
         if layer < config.get("num_dense_layers", layer + 1):
             for part, rows, columns in (("1", inner, hidden), ("3", inner, hidden)):
                 own[f"feed_forward.w{part}.weight"] = matrix(rows, columns)

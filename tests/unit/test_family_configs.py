@@ -534,6 +534,43 @@ def test_lfm2() -> None:
             build({**config, key: value})
 
 
+def test_lfm3() -> None:
+    config = {
+        "architectures": ["Lfm3ForCausalLM"],
+        "model_type": "lfm3",
+        "conv_L_cache": 7,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "norm_eps": 1e-05,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "vocab_size": 128000,
+    }
+    fields = build(config)
+    assert shape(fields) == (24, 2048, 16, 4, 128, 7680, 128000, 128000)
+    kinds = [(kind, "window" in params) for (kind, params), _ in fields.layers[:5]]
+    conv, full, sliding = ("short_conv", False), ("attention", False), ("attention", True)
+    assert kinds == [conv, conv, full, conv, sliding]
+    assert fields.layers[2][0][1] == {"output_norm": True, "head_gate": True}
+    frequencies = fields.layers[4][0][1]["rope_inv_freq"]
+    assert frequencies[1] == pytest.approx(1e4 ** (-1 / 64))
+    assert fields.rope_inv_freq[1] == pytest.approx(1e6 ** (-1 / 64))
+    assert fields.rope_inv_freq[32] < 1e-20  # a half of a head does not rotate
+    names = find_model(config).names
+    found = [
+        names(f"model.layers.{name}.weight", fields)[0].name
+        for name in ("1.post_operator_norm", "2.post_operator_norm", "2.post_ffn_norm")
+    ]
+    assert found == [
+        "model.layers.1.short_conv_output_norm.weight",
+        "model.layers.2.attention_output_norm.weight",
+        "model.layers.2.mlp_output_norm.weight",
+    ]
+    for key, value in (("conv_bias", True), ("attention_bias", True), ("layer_types", ["conv"])):
+        with pytest.raises(ValueError, match=f"{key} "):
+            build({**config, key: value})
+
+
 def test_nemotron_3_nano() -> None:
     pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     config = {

@@ -16,7 +16,8 @@ void sigmoid_gate(const Context&, const SigmoidGateParams& p) {
       T* x = p.x.as<T>() + row * width;
       const T* gates = p.gates.as<T>() + row * p.gates.size(1) + p.first;
       for (int64_t i = 0; i < width; ++i) {
-        const float gate = to_float(gates[i / p.head_dim * p.stride + i % p.head_dim]);
+        const int64_t element = p.of_heads ? 0 : i % p.head_dim;
+        const float gate = to_float(gates[i / p.head_dim * p.stride + element]);
         x[i] = from_float<T>(to_float(x[i]) / (1 + std::exp(-gate)));
       }
     }

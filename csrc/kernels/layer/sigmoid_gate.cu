@@ -18,8 +18,9 @@ constexpr int kThreads = 128;
 
 // ---- kernels
 
-// Grid: (T, CTAs of a row). A head has `head_vectors` vectors of 8 elements.
-template <typename T>
+// Grid: (T, CTAs of a row). A head has `head_vectors` vectors of 8 elements. kOfHeads: a gate has
+// one element.
+template <typename T, bool kOfHeads>
 __global__ void __launch_bounds__(kThreads)
     sigmoid_gate_kernel(T* x, const T* gates, int num_vectors, int head_vectors, int stride,
                         int64_t gates_row) {
@@ -29,10 +30,14 @@ __global__ void __launch_bounds__(kThreads)
   const int vector = blockIdx.y * kThreads + threadIdx.x;
   if (vector >= num_vectors) return;
   T* const at = x + (row * num_vectors + vector) * 8;
-  const T* const gate_at =
-      gates + row * gates_row + vector / head_vectors * stride + vector % head_vectors * 8;
-  Vec16<T> values = load<T, 8>(at);
-  const Vec16<T> gate = load<T, 8>(gate_at);
+  const T* const gate_at = gates + row * gates_row + vector / head_vectors * stride;
+  Vec16<T> values = load<T, 8>(at), gate;
+  if constexpr (kOfHeads) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) gate[i] = *gate_at;
+  } else {
+    gate = load<T, 8>(gate_at + vector % head_vectors * 8);
+  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     values[i] = from_float<T>(__fdividef(to_float(values[i]), 1.0f + __expf(-to_float(gate[i]))));
@@ -48,14 +53,15 @@ __global__ void __launch_bounds__(kThreads)
 void sigmoid_gate(const Context& ctx, const SigmoidGateParams& p) {
   check_sigmoid_gate(p);
   check_rows("sigmoid_gate", "x", p.x);
-  check_rows("sigmoid_gate", "gates", p.gates);
+  if (!p.of_heads) check_rows("sigmoid_gate", "gates", p.gates);
   if (p.x.size(0) == 0) return;
   const int num_vectors = static_cast<int>(p.x.size(1) / 8);
   const dim3 grid(p.x.size(0), (num_vectors + kThreads - 1) / kThreads);
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
-    launch(ctx, sigmoid_gate_kernel<T>, grid, dim3(kThreads), 0, p.x.as<T>(),
-           p.gates.as<T>() + p.first, num_vectors, p.head_dim / 8, p.stride, p.gates.size(1));
+    launch(ctx, p.of_heads ? sigmoid_gate_kernel<T, true> : sigmoid_gate_kernel<T, false>, grid,
+           dim3(kThreads), 0, p.x.as<T>(), p.gates.as<T>() + p.first, num_vectors, p.head_dim / 8,
+           p.stride, p.gates.size(1));
   });
 }
 

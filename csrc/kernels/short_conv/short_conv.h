@@ -33,7 +33,7 @@ struct ShortConvParams {
   Tensor window;   // [slots, K - 1, H]
   Tensor pending;  // [slots, most tokens of a decode step, H]
   Tensor folded;   // [slots, H] int32, the same number for each channel
-  // The accepted tokens of each slot's last step; empty: no slot has pending tokens.
+  // The accepted tokens of each slot's last step; empty: `pending` is not read.
   Accepted accepted{};
   bool commits = false;  // a prefill: all tokens are accepted, and there are no parents
   StepTokens tokens;
