@@ -249,6 +249,17 @@ __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v))
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
+// 8 bytes in one piece to and from memory that GPUs share. For words whose data and flag arrive
+// together: no order with other accesses.
+__device__ __forceinline__ void store_system64(uint64_t* to, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_system64(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // A clock that all SMs share.
 __device__ __forceinline__ unsigned long long global_nanoseconds() {
   unsigned long long now;

@@ -54,6 +54,9 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
   normed_id_ = plan.add_scratch("normed", max_tokens_ * row_bytes, kMixer, kMlp + 1);
   branch_id_ =
       plan.add_scratch("branch", has_branch_ ? max_tokens_ * row_bytes : 0, kMixer, kMlp + 3);
+  if (spec_.num_ranks > 1) {
+    part_id_ = plan.add_scratch("part", max_tokens_ * row_bytes, kMixer, kMlp + 3);
+  }
   aux_hidden_id_ = plan.add_scratch(
       prefix_ + "aux_hidden",
       max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()), 0, kSample);
@@ -71,6 +74,7 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
   hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_tokens_, hidden});
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, hidden});
   if (has_branch_) branch_ = arena.tensor(branch_id_, spec_.dtype, {max_tokens_, hidden});
+  if (spec_.num_ranks > 1) part_ = arena.tensor(part_id_, spec_.dtype, {max_tokens_, hidden});
   aux_hidden_ =
       arena.tensor(aux_hidden_id_, spec_.dtype,
                    {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
@@ -98,6 +102,7 @@ void Transformer::finish_loading(const Context& ctx) {
 void Transformer::append(OpList& ops) const {
   const Value hidden = ops.value("hidden", hidden_), normed = ops.value("normed", normed_);
   const Value branch = has_branch_ ? ops.value("branch", branch_) : Value();
+  if (spec_.num_ranks > 1) ops.sum_over_ranks(ops.value("part", part_));
   ops.call(
       prefix_ + "model.embed_tokens", {}, {hidden},
       [=, this](const Context& ctx, const Step& step, const Rows& rows) {

@@ -109,6 +109,8 @@ class Cutter {
 
   void add(int place, const CallOp&) { emit_alone(place); }
 
+  void add(int place, const RankSumOp&) { emit_alone(place); }
+
   // ---- parts
 
   // The sum after the op at `place`, if it adds y.
@@ -269,8 +271,8 @@ class Cutter {
   std::vector<int> copies_;  // after the launch
 };
 
-constexpr std::array kKinds{"linear", "sum",     "norm",     "rotary_kv", "attention",
-                            "router", "combine", "compress", "copy",      "call"};
+constexpr std::array kKinds{"linear",  "sum",      "norm", "rotary_kv", "attention",     "router",
+                            "combine", "compress", "copy", "call",      "sum over ranks"};
 static_assert(kKinds.size() == std::variant_size_v<decltype(Op::what)>);
 
 }  // namespace

@@ -55,6 +55,12 @@ struct SumOp {
   Value hidden, y;
 };
 
+// hidden += the sum of all ranks' parts. Without `adds`, hidden is overwritten.
+struct RankSumOp {
+  Value hidden, part;
+  bool adds = true;
+};
+
 struct NormOp {
   Value out, x;
   RmsNormParams params;  // without out and x
@@ -108,7 +114,7 @@ struct Op {
   int64_t group_rows = 0;    // of that section
   int64_t weight_bytes = 0;  // read for one token; 0: unknown or none
   std::variant<LinearOp, SumOp, NormOp, RotaryOp, AttentionOp, RouterOp, CombineOp, CompressOp,
-               LayerInputOp, CallOp>
+               LayerInputOp, CallOp, RankSumOp>
       what;
 
   template <typename Kind>

@@ -27,6 +27,7 @@ Access access_of(const Op& op) {
                         [](const CompressOp&) { return Access{}; },
                         [](const LayerInputOp& o) { return Access{{o.hidden}, {}}; },
                         [](const CallOp& o) { return Access{o.reads, o.writes}; },
+                        [](const RankSumOp& o) { return Access{{o.hidden, o.part}, {o.hidden}}; },
                     },
                     op.what);
 }
@@ -89,6 +90,10 @@ void OpList::gated(const std::string& name, const LinearMethod& method, const Va
 
 void OpList::add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
                         const Value& x, float alpha, bool adds) {
+  if (part_.id >= 0) {
+    linear(name, method, part_, x, alpha);
+    return append("sum over ranks", RankSumOp{hidden, part_, adds});
+  }
   if (!adds) return linear(name, method, hidden, x, alpha);
   const Value y = term();
   linear(name, method, y, x, alpha);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/ranks/rank_sum.h"
+
 namespace cpmcu {
 namespace {
 
@@ -118,6 +120,10 @@ class Replay {
 
   void run(const Launch&, const CallOp& call, const Rows& rows) const {
     call.run(ctx_, step_, rows);
+  }
+
+  void run(const Launch&, const RankSumOp& sum, const Rows& rows) const {
+    rank_sum(ctx_, {.hidden = rows(sum.hidden), .part = rows(sum.part), .adds = sum.adds});
   }
 
   // ---- fused layers
