@@ -249,15 +249,18 @@ __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v))
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
-// 8 bytes in one piece to and from memory that GPUs share. For words whose data and flag arrive
-// together: no order with other accesses.
-__device__ __forceinline__ void store_system64(uint64_t* to, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+// Two words of 8 bytes, each in one piece, to and from memory that GPUs share. For words whose data
+// and flag arrive together: there is no order with other accesses, nor between the two.
+__device__ __forceinline__ void store_system64x2(uint64_t* to, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
 }
-__device__ __forceinline__ uint64_t load_system64(const uint64_t* from) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
+__device__ __forceinline__ ulonglong2 load_system64x2(const uint64_t* from) {
+  unsigned long long a, b;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(a), "=l"(b)
+               : "l"(from)
+               : "memory");
+  return {a, b};
 }
 
 // A clock that all SMs share.

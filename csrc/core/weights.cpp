@@ -55,8 +55,8 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                      name, what, text_of(place)));
 }
 
-// The elements of a stored tensor that belong to its destination: runs of `run` elements, `stride`
-// apart, from element `begin` on.
+// The elements of a stored tensor that belong to its destination: runs of `run` elements, one in
+// `stride`, from element `begin` on.
 struct Runs {
   int64_t run, stride, begin;
 

@@ -185,7 +185,9 @@ void Engine::plan_buffers(int max_tokens) {
 
 void Engine::plan_exchange() {
   const int64_t row_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
-  exchange_.num_words = (limits_.max_tokens * row_bytes + 3) / 4;
+  exchange_.width = row_bytes / 4;
+  exchange_.num_words =
+      std::max(limits_.max_tokens * exchange_.width, int64_t{spec_.vocab_size} / spec_.num_ranks);
   receive_id_ = plan_.add("exchange.buffers", "state", 8 * 2 * exchange_.half_words());
   rounds_id_ =
       plan_.add("exchange.rounds", "state", int64_t{4} * (kExchangeCtas + kNumExchangeStates));

@@ -2,7 +2,9 @@
 //
 //   q, k, v, gate, up      rows: whole heads, whole columns of the MLP
 //   o, down                columns; their results are summed over the ranks (kernels/ranks)
-//   embedding, norms, head each rank has all of them
+//   embedding, norms       each rank has all of them
+//   head                   each rank has all rows; of a dense head it multiplies its own, and the
+//                          logits are gathered
 //
 // If there are fewer key heads than ranks, several ranks have the same one.
 #pragma once

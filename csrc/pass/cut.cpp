@@ -109,7 +109,10 @@ class Cutter {
 
   void add(int place, const CallOp&) { emit_alone(place); }
 
-  void add(int place, const RankSumOp&) { emit_alone(place); }
+  void add(int place, const RankSumOp&) {
+    flush();
+    combine_ = place;
+  }
 
   // ---- parts
 
@@ -128,6 +131,7 @@ class Cutter {
     return stage.sum < 0 ? get<LinearOp>(stage.linear).y : get<SumOp>(stage.sum).hidden;
   }
   const Value& combined() const {
+    if (const RankSumOp* sum = op(combine_).as<RankSumOp>()) return sum->hidden;
     return combine_sum_ < 0 ? get<CombineOp>(combine_).y : get<SumOp>(combine_sum_).hidden;
   }
 
@@ -261,7 +265,8 @@ class Cutter {
   std::vector<Launch> launches_;
   std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order
 
-  // The ops that are collected and not launched yet: a combine, or stages. -1: none.
+  // The ops that are collected and not launched yet: a combine or a sum over ranks, or stages. -1:
+  // none.
   int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
   std::vector<FusedStage> stages_;
   FusedForm weight_;         // of the first stage

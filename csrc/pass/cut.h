@@ -9,9 +9,10 @@
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
 //
-// Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Two
-// rules hold everywhere. A sum is part of the op before it. If no other op lies between, compressed
-// keys of layers with equal shapes are one launch.
+// Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Three
+// rules hold everywhere. A sum is part of the op before it. The norm after a sum over ranks is part
+// of that sum. If no other op lies between, compressed keys of layers with equal shapes are one
+// launch.
 //
 // The choice depends on the ops and the target, never on the rows of a step.
 #pragma once

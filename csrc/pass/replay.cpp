@@ -122,8 +122,10 @@ class Replay {
     call.run(ctx_, step_, rows);
   }
 
-  void run(const Launch&, const RankSumOp& sum, const Rows& rows) const {
-    rank_sum(ctx_, {.hidden = rows(sum.hidden), .part = rows(sum.part), .adds = sum.adds});
+  void run(const Launch& launch, const RankSumOp& sum, const Rows& rows) const {
+    RankSumParams params{.hidden = rows(sum.hidden), .part = rows(sum.part), .adds = sum.adds};
+    if (launch.norm >= 0) params.norm = norm_params(launch.norm, rows);
+    rank_sum(ctx_, params);
   }
 
   // ---- fused layers

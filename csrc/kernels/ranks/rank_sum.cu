@@ -1,86 +1,130 @@
-// rank_sum: the sum of all ranks' parts, in the order of ranks.
+// rank_sum: the sum of all ranks' parts, in the order of ranks, and the norm after it.
 //
 // Roofline: for one token latency, about 1 µs between two GPUs of one host. For many tokens the
 // link: 8 bytes for each 2 elements.
 //
-// Schedule: a CTA pushes its words to all ranks, then polls the same words of its own receive
-// buffer. A word is always handled by the same CTA, so each CTA counts its own rounds and no CTA
-// waits for another of its own GPU.
+// Schedule: one CTA for each row, up to kExchangeCtas. It pushes its rows to all ranks, then polls
+// the same words of its own receive buffer. A word is always handled by the same CTA, so each CTA
+// counts its own rounds, and no CTA waits for another of its own GPU.
 //
 // Surprising: the poll reads the data itself. A flag after the data would cost a fence and a second
 // trip over the link.
+#include "kernels/ranks/rank_sum.h"
+
 #include <algorithm>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
+#include "core/reduce.cuh"
 #include "core/vec.cuh"
-#include "kernels/ranks/rank_sum.h"
+#include "kernels/launch_checks.h"
+#include "kernels/ranks/words.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kPollsPerCheck = 1024;  // of the clock and of the other ranks' failure
+constexpr int kThreads = 512;
+
+template <typename T>
+struct RankSumArgs {
+  T* hidden;  // [T, H]
+  const T* part;
+  T* normed;  // null: no norm
+  const T* weight;
+  int64_t num_rows;
+  int width;  // H
+  bool adds;
+  float eps, weight_offset;
+};
 
 // ---- device helpers
 
-// The data of a word once it has the number of this round. After the deadline `waits` becomes false
-// and the result is undefined.
-__device__ uint32_t receive(const Exchange& exchange, const uint64_t* word, uint32_t round,
-                            bool& waits) {
-  uint64_t value = ptx::load_system64(word), begin = 0;
-  for (int polls = 1; static_cast<uint32_t>(value >> 32) != round && waits; ++polls) {
-    value = ptx::load_system64(word);
-    if (polls % kPollsPerCheck != 0) continue;
-    const uint64_t now = ptx::global_nanoseconds();
-    if (begin == 0) begin = now;
-    const bool is_late = now - begin > kWaitSeconds * 1'000'000'000;
-    waits = !is_late && *exchange.failed == 0;
-    if (waits) continue;
-    exchange.state[kGaveUp] = 1;
-    if (is_late) *exchange.failed = 1 + exchange.rank;
+// Adds 4 words, the elements of one vector.
+template <typename T>
+__device__ __forceinline__ void add(float (&sums)[8], const uint32_t (&words)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 values = unpack2<T>(words[i]);
+    sums[2 * i] += values.x;
+    sums[2 * i + 1] += values.y;
   }
-  return static_cast<uint32_t>(value);
+}
+
+// Adds the words of vector `at` of all ranks, in their order.
+template <typename T>
+__device__ __forceinline__ void add_parts(float (&sums)[8], const Exchange& exchange,
+                                          const uint64_t* buffer, const T* part, int64_t at,
+                                          uint32_t round, bool& waits) {
+  for (int from = 0; from < exchange.num_ranks; ++from) {
+    uint32_t words[4];
+    if (from == exchange.rank) {
+      const uint4 own = *reinterpret_cast<const uint4*>(part + at);
+      words[0] = own.x, words[1] = own.y, words[2] = own.z, words[3] = own.w;
+    } else {
+      const uint4 sent = receive4(exchange, buffer, from, at / 2, round, waits);
+      words[0] = sent.x, words[1] = sent.y, words[2] = sent.z, words[3] = sent.w;
+    }
+    add<T>(sums, words);
+  }
 }
 
 // ---- kernels
 
-// Grid: up to kExchangeCtas.
+// Grid: T, up to kExchangeCtas.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    rank_sum_kernel(uint32_t* hidden, const uint32_t* part, int64_t num_words, bool adds,
+    rank_sum_kernel(const __grid_constant__ RankSumArgs<T> args,
                     const __grid_constant__ Exchange exchange) {
+  __shared__ float scratch[32];
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const uint32_t round = exchange.rounds[blockIdx.x] + 1;
-  __syncthreads();
-  if (threadIdx.x == 0) exchange.rounds[blockIdx.x] = round;
-  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
+  const uint32_t round = next_round(exchange);
   const int64_t half = round % 2 * exchange.half_words();
   const bool is_silent = exchange.state[kSilent] != 0;
   bool waits = exchange.state[kGaveUp] == 0;
-  for (int64_t i = first; i < num_words && !is_silent; i += step) {
-    const uint64_t value = uint64_t{round} << 32 | part[i];
-    for (int to = 0; to < exchange.num_ranks; ++to) {
-      if (to == exchange.rank) continue;
-      ptx::store_system64(exchange.buffers[to] + half + exchange.rank * exchange.num_words + i,
-                          value);
+  const auto first = static_cast<int>(threadIdx.x) * 8;
+
+  for (int64_t row = blockIdx.x; row < args.num_rows && !is_silent; row += gridDim.x) {
+    for (int column = first; column < args.width; column += kThreads * 8) {
+      const int64_t at = row * args.width + column;
+      send4(exchange, half, at / 2, *reinterpret_cast<const uint4*>(args.part + at), round);
     }
   }
   const uint64_t* buffer = exchange.buffers[exchange.rank] + half;
-  for (int64_t i = first; i < num_words; i += step) {
-    float2 sum = adds ? unpack2<T>(hidden[i]) : float2{0, 0};
-    for (int from = 0; from < exchange.num_ranks; ++from) {
-      const uint32_t word =
-          from == exchange.rank
-              ? part[i]
-              : receive(exchange, buffer + from * exchange.num_words + i, round, waits);
-      const float2 values = unpack2<T>(word);
-      sum.x += values.x;
-      sum.y += values.y;
+  for (int64_t row = blockIdx.x; row < args.num_rows; row += gridDim.x) {
+    float squares = 0;
+    for (int column = first; column < args.width; column += kThreads * 8) {
+      const int64_t at = row * args.width + column;
+      float sums[8] = {};
+      if (args.adds) {
+        const Vec16<T> hidden = load<T, 8>(args.hidden + at);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums[i] = to_float(hidden[i]);
+      }
+      add_parts<T>(sums, exchange, buffer, args.part, at, round, waits);
+      Vec16<T> out;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        out[i] = from_float<T>(sums[i]);
+        squares += to_float(out[i]) * to_float(out[i]);
+      }
+      store(args.hidden + at, out);
     }
-    hidden[i] = pack2<T>(sum.x, sum.y);
+    if (args.normed == nullptr) continue;
+    squares = block_reduce<kThreads>(squares, 0.0f, scratch, Sum{});
+    const float scale = rsqrtf(squares / static_cast<float>(args.width) + args.eps);
+    for (int column = first; column < args.width; column += kThreads * 8) {
+      const int64_t at = row * args.width + column;
+      const Vec16<T> hidden = load<T, 8>(args.hidden + at);  // as this thread stored it
+      const Vec16<T> weight = load<T, 8>(args.weight + column);
+      Vec16<T> out;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        out[i] =
+            from_float<T>(to_float(hidden[i]) * scale * (to_float(weight[i]) + args.weight_offset));
+      }
+      store(args.normed + at, out);
+    }
   }
 }
 
@@ -91,12 +135,28 @@ __global__ void __launch_bounds__(kThreads)
 // Graph-safe; reads hidden, part and the round from the device.
 void rank_sum(const Context& ctx, const RankSumParams& p) {
   check_rank_sum(ctx, p);
-  const int64_t num_words = p.part.num_bytes() / 4;
-  if (num_words == 0) return;
-  const int64_t ctas = std::min<int64_t>((num_words + kThreads - 1) / kThreads, kExchangeCtas);
+  check_rows("rank_sum", "hidden", p.hidden);
+  check_rows("rank_sum", "part", p.part);
+  const bool norms = !p.norm.out.empty();
+  if (norms) {
+    check_rows("rank_sum", "the norm", p.norm.out);
+    check_vector("rank_sum", "weight", p.norm.weight, p.part.dtype(), p.part.size(1));
+  }
+  const int64_t rows = p.part.size(0);
+  if (rows == 0) return;
   dispatch_half(p.part.dtype(), [&](auto t) {
-    launch(ctx, rank_sum_kernel<decltype(t)>, dim3(static_cast<unsigned>(ctas)), dim3(kThreads), 0,
-           p.hidden.as<uint32_t>(), p.part.as<uint32_t>(), num_words, p.adds, *ctx.exchange);
+    using T = decltype(t);
+    const RankSumArgs<T> args{.hidden = p.hidden.as<T>(),
+                              .part = p.part.as<T>(),
+                              .normed = norms ? p.norm.out.as<T>() : nullptr,
+                              .weight = norms ? p.norm.weight.as<T>() : nullptr,
+                              .num_rows = rows,
+                              .width = static_cast<int>(p.part.size(1)),
+                              .adds = p.adds,
+                              .eps = p.norm.eps,
+                              .weight_offset = p.norm.weight_offset};
+    launch(ctx, rank_sum_kernel<T>, dim3(std::min<int64_t>(rows, kExchangeCtas)), dim3(kThreads), 0,
+           args, *ctx.exchange);
   });
 }
 
