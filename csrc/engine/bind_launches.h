@@ -4,11 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/typing.h>
 
-#include "engine/ranks.h"
+#include "engine/engine.h"
 
 namespace cpmcu {
 
-using EngineClass = pybind11::class_<Ranks>;
+using EngineClass = pybind11::class_<Engine>;
 
 void bind_launches(EngineClass& engine);
 
