@@ -76,6 +76,8 @@ class RuntimeConfig:
     '"cpu" | "cuda".'
     device_index: int
     "Which CUDA device."
+    num_ranks: int
+    "GPUs from that one on that share the model; on the CPU: threads."
     memory_limit: float
     "Share of the memory that is free at start, above 0 and at most 1."
     chunk_length: int
@@ -329,7 +331,7 @@ def load_plugin(path: str) -> None:
     See csrc/core/plugin.h. ValueError if it cannot be loaded."""
 
 class Engine:
-    """One model on one device. Not thread-safe: one thread drives it."""
+    """One model, on one GPU or several. Not thread-safe: one thread drives it."""
 
     def __init__(
         self, spec: ModelSpec, config: RuntimeConfig, draft: DrafterSpec | None = None
@@ -344,7 +346,14 @@ class Engine:
 
         MemoryError as of the constructor."""
 
-    def memory_plan(self) -> list[dict[str, typing.Any]]:
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that share the model."""
+
+    def silence(self, rank: int) -> None:
+        """For tests: from now on a rank sends nothing to the others."""
+
+    def memory_plan(self, rank: int = 0) -> list[dict[str, typing.Any]]:
         """Rows {name, group, offset, bytes, first, last}, as of MemoryPlan."""
 
     def expected_tensors(self) -> list[TensorInfo]:

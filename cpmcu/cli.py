@@ -377,7 +377,11 @@ def _show_plan(display: Display, config: EngineConfig, options: CliOptions) -> N
         }
         display.table(launches.COLUMNS, launches.launch_rows(passes))
         return
-    display.table(plan.COLUMNS, plan.plan_rows(engine.memory_plan(), full=options.full))
+    for rank in range(engine.num_ranks):
+        if engine.num_ranks > 1:
+            display.note(f"GPU {rank} of {engine.num_ranks}")
+        rows = plan.plan_rows(engine.memory_plan(rank), full=options.full)
+        display.table(plan.COLUMNS, rows)
     length = min(engine.max_model_len, engine.num_pages * C.PAGE_SIZE)
     display.note(f"a sequence can have {length} tokens, prompt and output together")
 

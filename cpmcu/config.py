@@ -35,6 +35,7 @@ HEAD_QUANTS = ("none", "w8", "w4")
 
 PREFIX_CACHE = "prefix cache"  # a group of flags
 
+MOST_RANKS = 8  # kMaxRanks in csrc/core/exchange.h
 MOST_SEQS = 256  # kMaxSeqs in csrc/engine/runtime_config.h
 
 Options = typing.TypeVar("Options", bound=DrafterOptions)
@@ -228,6 +229,12 @@ class EngineConfig(SparseOptions):
         brief="device (default: a GPU if there is one)",
     )
     device_index: int = option(0, "index of the CUDA device, from 0")
+    tensor_parallel_size: int = option(
+        1,
+        "GPUs of this machine that share the model, from device_index on: each holds a part of "
+        "every layer; on the CPU, threads",
+        brief="GPUs that share the model",
+    )
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the type of the checkpoint",
@@ -354,6 +361,11 @@ class EngineConfig(SparseOptions):
         whole("max_model_len", self.max_model_len, 0)
         whole("num_threads", self.num_threads, 0)
         whole("device_index", self.device_index, 0)
+        whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        if self.tensor_parallel_size.bit_count() != 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but must be a power of two"
+            )
         if self.swap_space is not None:
             _size("swap_space", self.swap_space)
         truth("cuda_graph", self.cuda_graph)

@@ -8,8 +8,7 @@ The trace has the times at which the CTAs of the layer's kernels start, finish p
 Takes the flags of the engine and of speculation, as `python -m cpmcu.cli` does. With a draft, the
 traced layers are the target's in verification. Prints microseconds after the last CTA of the
 previous layer is done, for the first, the median and the last CTA. Each number is the median over
-layers. Needs Hopper, where one kernel ends each layer: the fused layer
-(docs/kernels/fused_layer.md), or the experts (docs/kernels/moe.md).
+layers. Needs Hopper, where a layer's GEMMs are one kernel (docs/kernels/fused_layer.md).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from cpmcu.flags.engine import add_engine_flags, engine_config
 Stamps = npt.NDArray[np.int64]
 
 # In the order of a layer: file, place, event.
-Places = tuple[tuple[str, int, str], ...]
-ATTENTION: Places = (
+PLACES = (
     ("rotary_kv", 0, "rotary begins"),
     ("rotary_kv", 1, "rotary has waited"),
     ("rotary_kv", 2, "rotary is done"),
@@ -38,40 +36,16 @@ ATTENTION: Places = (
     ("attention", 1, "attention has waited"),
     ("attention", 2, "queries have arrived"),
     ("attention", 3, "attention is done"),
+    ("fused_layer", 0, "fused layer begins"),
+    ("fused_layer", 1, "splits are combined"),
+    *(
+        ("fused_layer", 3 * gemm + at, f"{event} {name}")
+        for gemm, name in enumerate(("o", "gate_up", "down", "qkv"))
+        for at, event in ((2, "x has arrived:"), (3, "main loop done:"), (4, "epilogue done:"))
+    ),
 )
-# The kernel that ends a layer: its last place, and all places.
-LAYERS: dict[str, tuple[int, Places]] = {
-    "fused_experts": (
-        8,
-        (
-            *ATTENTION,
-            *(
-                ("fused_experts", place, event)
-                for place, event in enumerate((
-                    "experts begin", "o has ended", "rows are normed", "logits are sent",
-                    "experts are chosen", "gate and up are done", "down is done",
-                    "sums have arrived", "norm is done",
-                ))
-            ),
-        ),
-    ),
-    "fused_layer": (
-        13,
-        (
-            *ATTENTION,
-            ("fused_layer", 0, "fused layer begins"),
-            ("fused_layer", 1, "splits are combined"),
-            *(
-                ("fused_layer", 3 * gemm + at, f"{event} {name}")
-                for gemm, name in enumerate(("o", "gate_up", "down", "qkv"))
-                for at, event in (
-                    (2, "x has arrived:"), (3, "main loop done:"), (4, "epilogue done:")
-                )
-            ),
-        ),
-    ),
-}  # fmt: skip
 STAMPS = 16  # per launch; TraceRing::kStamps
+LAST = 13  # the place where a launch of four GEMMs is done
 LONGEST = 500_000  # nanoseconds; longer layers are ignored
 
 
@@ -93,12 +67,9 @@ def launches(rings: npt.NDArray[np.uint64]) -> list[Stamps]:
     return ctas
 
 
-def by_layer(
-    files: dict[str, npt.NDArray[np.uint64]], kernel: str
-) -> dict[str, list[tuple[float, ...]]]:
-    """For each place, (first, median, last) CTA of every layer that `kernel` ends."""
-    end_place, places = LAYERS[kernel]
-    ctas = launches(files[kernel])
+def by_layer(files: dict[str, npt.NDArray[np.uint64]]) -> dict[str, list[tuple[float, ...]]]:
+    """For each place, (first, median, last) CTA of every layer that is found."""
+    ctas = launches(files["fused_layer"])
     # All CTAs are in all launches, so the last ones match; one launch may be in flight.
     num_launches = min(map(len, ctas))
     # [CTAs, launches, places]
@@ -110,13 +81,13 @@ def by_layer(
     }
     found = defaultdict(list)
     for before, now in zip(range(num_launches - 1), range(1, num_launches)):
-        begin = fused[:, before, end_place].max()
-        end = fused[:, now, end_place].max()
-        # CTA 0 has a part in every GEMM. Launches without the last place are not layers.
-        if min(fused[0, [before, now], end_place]) == 0 or not 0 < end - begin < LONGEST:
+        begin = fused[:, before, LAST].max()
+        end = fused[:, now, LAST].max()
+        # CTA 0 has a part in every GEMM. Launches of fewer GEMMs are not layers.
+        if min(fused[0, [before, now], LAST]) == 0 or not 0 < end - begin < LONGEST:
             continue
-        for file, place, event in places:
-            if file == kernel:
+        for file, place, event in PLACES:
+            if file == "fused_layer":
                 stamps = fused[:, now, place]
             else:
                 launch = others[file]
@@ -145,11 +116,9 @@ def main() -> int:
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         llm.generate([prompt.tolist()], params)
         files = C.trace()
-    kernel = next((name for name in LAYERS if name in files and launches(files[name])), None)
-    layers = by_layer(files, kernel) if kernel else {}
+    layers = by_layer(files) if "fused_layer" in files and launches(files["fused_layer"]) else {}
     if not layers:
-        sys.stdout.write("no layer was found that ends with one of these kernels: ")
-        sys.stdout.write(", ".join(LAYERS) + "\n")
+        sys.stdout.write("no layer was found whose GEMMs are one kernel\n")
         return 1
     sys.stdout.write(f"{'µs':<28}{'first':>8}{'median':>8}{'last':>8}\n")
     for event, found in layers.items():

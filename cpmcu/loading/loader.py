@@ -373,6 +373,7 @@ def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
     runtime: C.RuntimeConfig = _extension.load().RuntimeConfig(
         device=device,
         device_index=config.device_index,
+        num_ranks=config.tensor_parallel_size,
         memory_limit=config.memory_limit,
         chunk_length=config.chunk_length,
         max_num_seqs=config.max_num_seqs,

@@ -73,6 +73,7 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],
         "modules": spec.module_options,
         "draft": [config.speculation.method, config.speculation.options.get("draft_head_quant")],
+        "ranks": engine.num_ranks,
         "sizes": [engine.pages.page_bytes, engine.pages.slot_bytes],
     }
     fingerprint = model_fingerprint(directories, parts)

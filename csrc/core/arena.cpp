@@ -1,5 +1,7 @@
 #include "core/arena.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -87,7 +89,21 @@ Arena::Arena(Device device, const MemoryPlan& plan)
       plan_(&plan),
       base_(static_cast<char*>(allocate(device, plan.total_bytes()))) {}
 
-Arena::~Arena() { release(device_, base_); }
+std::unique_ptr<Arena> Arena::of_addresses(const MemoryPlan& plan) {
+  auto arena = std::make_unique<Arena>();
+  void* base = mmap(nullptr, static_cast<size_t>(plan.total_bytes()), PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK_STATE(base != MAP_FAILED, "the system has no {} addresses", plan.total_bytes());
+  arena->plan_ = &plan;
+  arena->base_ = static_cast<char*>(base);
+  arena->is_mapped_ = true;
+  return arena;
+}
+
+Arena::~Arena() {
+  is_mapped_ ? static_cast<void>(munmap(base_, static_cast<size_t>(plan_->total_bytes())))
+             : release(device_, base_);
+}
 
 void* Arena::pointer(MemoryPlan::Id id) const {
   const MemoryPlan::Buffer& buffer = plan_->buffers().at(static_cast<size_t>(id));

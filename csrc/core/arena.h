@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,9 @@ class Arena {
  public:
   Arena() = default;
   Arena(Device device, const MemoryPlan& plan);
+  // Host addresses for a plan. The system takes memory only for pages that are written, so the plan
+  // may be larger than the memory. For listing the tensors of a model that is not loaded.
+  static std::unique_ptr<Arena> of_addresses(const MemoryPlan& plan);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -69,6 +73,7 @@ class Arena {
   Device device_;
   const MemoryPlan* plan_ = nullptr;
   char* base_ = nullptr;
+  bool is_mapped_ = false;  // by of_addresses
 };
 
 }  // namespace cpmcu

@@ -9,6 +9,7 @@
 namespace cpmcu {
 
 struct Context;
+struct Exchange;  // core/exchange.h
 
 // A GEMM library: y [M, N] = alpha * x [M, K] w [N, K]^T + beta * y. Rows of y are y_stride
 // elements apart.
@@ -25,19 +26,15 @@ struct Context {
   int sm_count = 1;
   int64_t sm_shared_bytes = 0;  // shared memory of one SM
   int64_t l2_bytes = 0;
-  double bytes_per_cycle = 0;     // as in DeviceInfo
-  int compute_capability = 0;     // 90 for 9.0; 0 on the CPU
-  int code_capability = 0;        // of this build's kernels; smaller if they run from older PTX
-  bool is_shared = false;         // kernels of other processes run at the same time (MPS)
-  GemmLibrary* cublas = nullptr;  // null: not found; the engine's own GEMM serves every M
+  double bytes_per_cycle = 0;  // as in DeviceInfo
+  int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
+  int code_capability = 0;     // of this build's kernels; smaller if they run from older PTX
+  bool is_shared = false;      // kernels of other processes run at the same time (MPS)
+  const Exchange* exchange = nullptr;  // with the other ranks; null: there are none
+  GemmLibrary* cublas = nullptr;       // null: not found; the engine's own GEMM serves every M
   // Counts the overlapping launches of this stream. Two consecutive ones use different launch
   // shapes (kernels/gemm/packed/kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;
-
-  // Another kernel comes between the last overlapping launch and the next.
-  void restart_overlap() const {
-    if (overlapping_launches != nullptr) *overlapping_launches = 0;
-  }
 };
 
 // A context that owns its stream.

@@ -94,6 +94,22 @@ void set_device(Device device) {
   if (device.is_cuda()) CHECK_CUDA(cudaSetDevice(device.index));
 }
 
+void enable_peer_access(Device device, Device peer) {
+  int can_access = 0;
+  CHECK_CUDA(cudaDeviceCanAccessPeer(&can_access, device.index, peer.index));
+  CHECK(can_access != 0,
+        "GPU {} cannot access the memory of GPU {}, expected GPUs of one host with peer access "
+        "(`nvidia-smi topo -p2p r` shows it)",
+        device.index, peer.index);
+  set_device(device);
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer.index, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+    return;
+  }
+  CHECK_CUDA(status);
+}
+
 Stream create_stream(Device device) {
   if (!device.is_cuda()) return nullptr;
   cudaStream_t stream = nullptr;
@@ -155,6 +171,7 @@ void set_device(Device device) {
         "device \"cuda\" was requested, but this build has no CUDA; build with nvcc on the PATH");
 }
 
+void enable_peer_access(Device, Device) {}
 Stream create_stream(Device) { return nullptr; }
 void destroy_stream(Device, Stream) noexcept {}
 void synchronize(Device, Stream) { ++num_synchronizations; }

@@ -44,6 +44,9 @@ int code_capability();
 
 void set_device(Device device);     // for the calling thread
 void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: OpenMP's number
+// Lets kernels of `device` access the memory of GPU `peer`. Throws if they cannot.
+void enable_peer_access(Device device, Device peer);
+
 Stream create_stream(Device device);
 void destroy_stream(Device device, Stream stream) noexcept;
 void synchronize(Device device, Stream stream);

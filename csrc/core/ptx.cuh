@@ -234,13 +234,6 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
       : "memory");
 }
-// The same for 4 bytes, also to this CTA.
-__device__ __forceinline__ void store_cluster4(uint32_t to, float v, uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-      "r"(__float_as_uint(v)), "r"(barrier)
-      : "memory");
-}
 #endif
 
 // Waits at the cluster barrier: all CTAs of the cluster have arrived.
@@ -255,6 +248,20 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
+
+// Two words of 8 bytes, each in one piece, to and from memory that GPUs share. For words whose data
+// and flag arrive together: there is no order with other accesses, nor between the two.
+__device__ __forceinline__ void store_system64x2(uint64_t* to, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ ulonglong2 load_system64x2(const uint64_t* from) {
+  unsigned long long a, b;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(a), "=l"(b)
+               : "l"(from)
+               : "memory");
+  return {a, b};
+}
 
 // A clock that all SMs share.
 __device__ __forceinline__ unsigned long long global_nanoseconds() {
@@ -384,11 +391,6 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// The same for a barrier that is chosen at run time.
-__device__ __forceinline__ void named_barrier(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Sets the registers of each thread of the warpgroup; all its warps must execute it. Does nothing
 // if compiled for another target than 9.0a.
 template <int kCount>
@@ -512,19 +514,6 @@ __device__ __forceinline__ uint64_t load_relaxed8(const uint64_t* from) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
-}
-
-// Two such accesses, in no order.
-__device__ __forceinline__ ulonglong2 load_relaxed8x2(const uint64_t* from) {
-  ulonglong2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(v.x), "=l"(v.y)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void add_relaxed8(uint64_t* counter, uint64_t count) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(count) : "memory");
 }
 
 // Stores with system-scope release semantics. A host thread that reads the value also sees earlier

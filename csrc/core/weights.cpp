@@ -14,6 +14,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "core/finite.h"
 #include "core/half.h"
@@ -54,13 +55,43 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                      name, what, text_of(place)));
 }
 
-// Throws if one of `count` numbers of tensor `name`, starting at index `first`, is NaN or infinite.
+// The elements of a stored tensor that belong to its destination: runs of `run` elements, one in
+// `stride`, from element `begin` on.
+struct Runs {
+  int64_t run, stride, begin;
+
+  explicit Runs(const WeightTable::Entry& entry) {
+    const std::vector<int64_t>& shape = entry.shape;
+    const auto dim = static_cast<size_t>(std::max(entry.cut_dim, 0));
+    int64_t inner = 1;
+    for (size_t i = dim + 1; i < shape.size(); ++i) inner *= shape[i];
+    stride = shape.empty() ? 1 : shape[dim] * inner;
+    run = entry.cut_dim < 0 ? stride : entry.destination.size(entry.cut_dim) * inner;
+    begin = entry.begin * inner;
+  }
+  // The place in the stored tensor of element `index` of the destination.
+  int64_t place(int64_t index) const { return index / run * stride + index % run + begin; }
+  // Calls use(place, count) for each range of the stored tensor that the elements [first, first +
+  // count) of the destination have.
+  template <typename Use>
+  void each(int64_t first, int64_t count, const Use& use) const {
+    if (run == stride) return use(place(first), count);
+    while (count > 0) {
+      const int64_t length = std::min(count, run - first % run);
+      use(place(first), length);
+      first += length, count -= length;
+    }
+  }
+};
+
+// Throws if one of `count` numbers of tensor `name`, starting at index `first` of the destination,
+// is NaN or infinite.
 void check_finite(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
-                  const void* numbers, int64_t first, int64_t count) {
+                  const void* numbers, const Runs& runs, int64_t first, int64_t count) {
   const int64_t found = find_not_finite(dtype, numbers, count);
   if (found < 0) return;
   const char* number = static_cast<const char*>(numbers) + found * size_of(dtype);
-  refuse(name, dtype, shape, number, first + found);
+  refuse(name, dtype, shape, number, runs.place(first + found));
 }
 
 // Checks the tensors that were copied to a CUDA device without conversion, as check_finite does.
@@ -69,7 +100,8 @@ void check_finite_on_device(const Context& ctx, WeightTable& table,
   std::vector<const FileEntry*> copied;
   std::vector<DeviceNumbers> numbers;
   for (const FileEntry& entry : entries) {
-    const Tensor& tensor = table.find(entry.name, entry.dtype, entry.shape).destination;
+    const WeightTable::Entry& target = table.find(entry.name, entry.dtype, entry.shape);
+    const Tensor& tensor = target.destination;
     const bool has_nan = is_floating(entry.dtype) || entry.dtype == DType::kE4M3;
     if (tensor.dtype() != entry.dtype || !has_nan) continue;
     copied.push_back(&entry);
@@ -83,7 +115,9 @@ void check_finite_on_device(const Context& ctx, WeightTable& table,
     copy_to_host(ctx.device, &number, static_cast<const char*>(numbers[i].data) + found[i] * size,
                  size, ctx.stream);
     synchronize(ctx.device, ctx.stream);
-    refuse(copied[i]->name, copied[i]->dtype, copied[i]->shape, &number, found[i]);
+    const FileEntry& entry = *copied[i];
+    const Runs runs(table.find(entry.name, entry.dtype, entry.shape));
+    refuse(entry.name, entry.dtype, entry.shape, &number, runs.place(found[i]));
   }
 }
 
@@ -141,15 +175,46 @@ class File {
 struct Chunk {
   const FileEntry* entry;
   Tensor destination;
-  int64_t first;  // index of the first element
+  Runs runs;
+  int64_t first;  // index of the first element in the destination
   int64_t count;
+
+  void read(const File& file, int64_t from, int64_t num, char* out) const {
+    const int64_t size = size_of(entry->dtype);
+    runs.each(from, num, [&](int64_t place, int64_t length) {
+      file.read(out, entry->offset + place * size, length * size);
+      out += length * size;
+    });
+  }
 };
 
 }  // namespace
 
 void WeightTable::add(const std::string& name, const Tensor& destination, bool required) {
   CHECK_STATE(!entries_.contains(name), "tensor {} is expected twice", name);
-  entries_[name] = {.destination = destination, .required = required};
+  Entry entry{.destination = destination, .required = required};
+  for (int i = 0; i < destination.num_dims(); ++i) entry.shape.push_back(destination.size(i));
+  entries_[name] = std::move(entry);
+}
+
+void WeightTable::take_parts(const WeightTable& whole, int rank, int num_ranks) {
+  for (auto& [name, entry] : entries_) {
+    const auto found = whole.entries_.find(name);
+    if (found == whole.entries_.end()) continue;
+    const std::vector<int64_t> part = std::exchange(entry.shape, found->second.shape);
+    bool divides = part.size() == entry.shape.size();
+    for (size_t i = 0; divides && i < part.size(); ++i) {
+      if (part[i] == entry.shape[i]) continue;
+      const int64_t parts = part[i] > 0 ? entry.shape[i] / part[i] : 0;
+      divides = entry.cut_dim < 0 && parts > 0 && parts * part[i] == entry.shape[i] &&
+                num_ranks % parts == 0;
+      if (!divides) break;
+      entry.cut_dim = static_cast<int>(i);
+      entry.begin = rank * parts / num_ranks * part[i];  // fewer parts than ranks: some share one
+    }
+    CHECK(divides, "tensor \"{}\" of shape {} cannot be divided among {} GPUs into {}", name,
+          text_of(entry.shape), num_ranks, text_of(part));
+  }
 }
 
 WeightTable::Entry& WeightTable::find(const std::string& name, DType dtype,
@@ -157,10 +222,8 @@ WeightTable::Entry& WeightTable::find(const std::string& name, DType dtype,
   auto it = entries_.find(name);
   CHECK(it != entries_.end(), "tensor \"{}\" is not part of this model", name);
   const Tensor& destination = it->second.destination;
-  bool same = static_cast<int>(shape.size()) == destination.num_dims();
-  for (int i = 0; same && i < destination.num_dims(); ++i) same = shape[i] == destination.size(i);
-  CHECK(same, "tensor \"{}\" has shape {}, expected {}", name, text_of(shape),
-        destination.shape_text());
+  CHECK(shape == it->second.shape, "tensor \"{}\" has shape {}, expected {}", name, text_of(shape),
+        text_of(it->second.shape));
   CHECK(dtype == destination.dtype() || (is_floating(dtype) && is_floating(destination.dtype())),
         "tensor \"{}\" has dtype {}, expected {}", name, name_of(dtype),
         name_of(destination.dtype()));
@@ -199,8 +262,7 @@ class WeightLoader::Reader {
     if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kChunkBytes));
     const char* source = raw_;
     if (from == to) {  // checked on the device
-      const int64_t size = size_of(from);
-      file.read(raw_, chunk.entry->offset + chunk.first * size, chunk.count * size);
+      chunk.read(file, chunk.first, chunk.count, raw_);
     } else {
       read(file, chunk, raw_);
       converted_.resize(static_cast<size_t>(chunk.count * size_of(to)));
@@ -219,8 +281,8 @@ class WeightLoader::Reader {
     for (int64_t done = 0; done < chunk.count; done += step) {
       const int64_t first = chunk.first + done, count = std::min(step, chunk.count - done);
       char* part = out + done * size;
-      file.read(part, entry.offset + first * size, count * size);
-      check_finite(entry.name, entry.dtype, entry.shape, part, first, count);
+      chunk.read(file, first, count, part);
+      check_finite(entry.name, entry.dtype, entry.shape, part, chunk.runs, first, count);
     }
   }
 
@@ -250,8 +312,10 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
           entry.num_bytes, text_of(entry.shape), name_of(entry.dtype),
           count * size_of(entry.dtype));
     const int64_t step = kChunkBytes / size_of(entry.dtype);
-    for (int64_t first = 0; first < count; first += step) {
-      chunks.push_back({&entry, target.destination, first, std::min(step, count - first)});
+    const int64_t own = target.destination.num_elements();
+    for (int64_t first = 0; first < own; first += step) {
+      chunks.push_back(
+          {&entry, target.destination, Runs(target), first, std::min(step, own - first)});
     }
   }
 
@@ -309,10 +373,22 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
 void WeightLoader::load_array(WeightTable& table, const std::string& name, DType dtype,
                               const std::vector<int64_t>& shape, const void* data) {
   WeightTable::Entry& target = table.find(name, dtype, shape);
-  const int64_t count = elements_of(shape);
-  check_finite(name, dtype, shape, data, 0, count);
+  const int64_t count = target.destination.num_elements();
   const DType to = target.destination.dtype();
-  std::vector<char> converted;
+  std::vector<char> part, converted;
+  const Runs runs(target);
+  if (target.cut_dim >= 0) {
+    part.resize(static_cast<size_t>(count * size_of(dtype)));
+    char* out = part.data();
+    runs.each(0, count, [&](int64_t place, int64_t length) {
+      const int64_t bytes = length * size_of(dtype);
+      std::memcpy(out, static_cast<const char*>(data) + place * size_of(dtype),
+                  static_cast<size_t>(bytes));
+      out += bytes;
+    });
+    data = part.data();
+  }
+  check_finite(name, dtype, shape, data, runs, 0, count);
   if (dtype != to) {
     converted.resize(static_cast<size_t>(count * size_of(to)));
     convert(name, converted.data(), to, data, dtype, count);

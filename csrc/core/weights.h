@@ -19,9 +19,16 @@ class WeightTable {
     Tensor destination;
     bool required = true;
     bool loaded = false;
+    std::vector<int64_t> shape{};  // in the checkpoint
+    // The destination is a range of this dimension, from `begin` on. -1: it is the whole tensor.
+    int cut_dim = -1;
+    int64_t begin = 0;
   };
 
   void add(const std::string& name, const Tensor& destination, bool required = true);
+  // Makes each tensor that is larger in `whole` a part of it: that of `rank`. Throws if a tensor
+  // cannot be divided.
+  void take_parts(const WeightTable& whole, int rank, int num_ranks);
   // Throws if the name is unknown, the shape differs, or the dtype cannot be converted.
   Entry& find(const std::string& name, DType dtype, const std::vector<int64_t>& shape);
   const std::map<std::string, Entry>& entries() const { return entries_; }

@@ -12,8 +12,9 @@
 #include "core/plugin.h"
 #include "engine/bind_launches.h"
 #include "engine/bind_memory.h"
-#include "engine/engine.h"
+#include "engine/bind_ranks.h"
 #include "engine/logprobs.h"
+#include "engine/ranks.h"
 #include "linear/packed_tensors.h"
 
 namespace py = pybind11;
@@ -28,20 +29,18 @@ struct TensorInfo {
   bool required;
 };
 
-std::vector<TensorInfo> expected_tensors(const Engine& engine) {
+std::vector<TensorInfo> expected_tensors(const Ranks& engine) {
   std::vector<TensorInfo> infos;
-  for (const auto& [name, entry] : engine.weights().entries()) {
-    std::vector<int64_t> shape;
-    for (int i = 0; i < entry.destination.num_dims(); ++i)
-      shape.push_back(entry.destination.size(i));
-    infos.push_back({name, shape, std::string(name_of(entry.destination.dtype())), entry.required});
+  for (const auto& [name, entry] : engine.first().weights().entries()) {
+    infos.push_back(
+        {name, entry.shape, std::string(name_of(entry.destination.dtype())), entry.required});
   }
   return infos;
 }
 
 using Progress = py::typing::Callable<void(int64_t)>;
 
-void load_file(Engine& engine, const std::string& path, const std::vector<FileEntry>& entries,
+void load_file(Ranks& engine, const std::string& path, const std::vector<FileEntry>& entries,
                const std::optional<Progress>& progress) {
   std::function<void(int64_t)> callback;
   if (progress) {
@@ -59,7 +58,7 @@ void load_file(Engine& engine, const std::string& path, const std::vector<FileEn
   engine.load_file(path, entries, callback);
 }
 
-void load_tensor(Engine& engine, const std::string& name, const py::array& array,
+void load_tensor(Ranks& engine, const std::string& name, const py::array& array,
                  const std::string& dtype_name) {
   const DType dtype = parse_dtype(dtype_name);
   CHECK(array.itemsize() == size_of(dtype), "tensor \"{}\": an array of {}-byte items for dtype {}",
@@ -68,7 +67,7 @@ void load_tensor(Engine& engine, const std::string& name, const py::array& array
   std::vector<int64_t> shape(contiguous.shape(), contiguous.shape() + contiguous.ndim());
   const void* data = contiguous.data();
   const py::gil_scoped_release no_gil;
-  engine.load_array(name, dtype, shape, data);
+  engine.each([&](Engine& e, int) { e.load_array(name, dtype, shape, data); });
 }
 
 using ShapeArgument = std::optional<std::pair<int, int>>;
@@ -78,8 +77,8 @@ std::optional<DraftShape> shape_of(const ShapeArgument& shape) {
 }
 
 // Logits [n, V] of a prompt chunk, one row a token.
-py::array_t<float> prefill_logits(Engine& engine, int slot, const std::vector<int>& ids) {
-  const int64_t vocab = engine.spec().vocab_size;
+py::array_t<float> prefill_logits(Ranks& engine, int slot, const std::vector<int>& ids) {
+  const int64_t vocab = engine.first().spec().vocab_size;
   py::array_t<float> logits({static_cast<int64_t>(ids.size()), vocab});
   float* out = logits.mutable_data();
   const py::gil_scoped_release no_gil;
@@ -98,11 +97,11 @@ std::vector<PrefillItem> prefill_items(
 
 using PromptLogprob = std::tuple<float, std::vector<int>, std::vector<float>>;
 
-std::vector<PromptLogprob> prefill_logprobs(Engine& engine, int slot, const std::vector<int>& ids,
+std::vector<PromptLogprob> prefill_logprobs(Ranks& engine, int slot, const std::vector<int>& ids,
                                             const std::vector<int>& targets, int num_top) {
   CHECK(targets.size() == ids.size(), "{} targets for {} tokens of a prompt", targets.size(),
         ids.size());
-  const int vocab_size = engine.spec().vocab_size;
+  const int vocab_size = engine.first().spec().vocab_size;
   const auto top = static_cast<size_t>(std::min(num_top, vocab_size));
   std::vector<PromptLogprob> found;
   engine.prefill({{.slot = slot, .ids = ids}}, {}, [&](int first, int rows, const float* logits) {
@@ -120,8 +119,8 @@ std::vector<PromptLogprob> prefill_logprobs(Engine& engine, int slot, const std:
 using Words = py::array_t<uint32_t, py::array::c_style>;
 
 // `words` must outlive the result.
-TokenMasks token_masks(const Engine& engine, const std::vector<int>& rows, const Words& words) {
-  const int64_t width = num_mask_words(engine.spec().vocab_size);
+TokenMasks token_masks(const Ranks& engine, const std::vector<int>& rows, const Words& words) {
+  const int64_t width = num_mask_words(engine.first().spec().vocab_size);
   CHECK(words.ndim() == 2 && (words.shape(0) == 0 || words.shape(1) == width),
         "masks have {} dimensions and {} words a row, expected 2 and {}", words.ndim(),
         words.ndim() == 0 ? 0 : words.shape(words.ndim() - 1), width);
@@ -226,8 +225,9 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 void bind_loading(EngineClass& engine) {
   engine
       .def(
-          "memory_plan", [](const Engine& e) { return plan_rows(e.memory_plan()); },
-          "Rows {name, group, offset, bytes, first, last}, as of MemoryPlan.")
+          "memory_plan",
+          [](const Ranks& e, int rank) { return plan_rows(e.rank(rank).memory_plan()); },
+          py::arg("rank") = 0, "Rows {name, group, offset, bytes, first, last}, as of MemoryPlan.")
       .def("expected_tensors", &expected_tensors,
            "What a checkpoint has to bring, or may, in the order of names.")
       .def(
@@ -239,7 +239,7 @@ void bind_loading(EngineClass& engine) {
            Floating-point dtypes are converted to the model's.)")
       .def("load_tensor", &load_tensor, py::arg("name"), py::arg("array"), py::arg("dtype"),
            "The same from host memory; bfloat16 comes as uint16.")
-      .def("finish_loading", &Engine::finish_loading, NoGil(),
+      .def("finish_loading", on_each<&Engine::finish_loading>, NoGil(),
            "ValueError that lists the missing tensors.");
 }
 
@@ -247,7 +247,7 @@ void bind_sequences(EngineClass& engine) {
   engine
       .def(
           "add_sequence",
-          [](Engine& e, const SamplingConfig& sampling, const IdList& prompt,
+          [](Ranks& e, const SamplingConfig& sampling, const IdList& prompt,
              const std::vector<int>& generated,
              const std::vector<std::pair<int, std::vector<int>>>& pages, int num_cached) {
             std::vector<int> ids = to_ids(prompt);
@@ -255,7 +255,8 @@ void bind_sequences(EngineClass& engine) {
             CachedPrefix cached{.num_tokens = num_cached};
             for (const auto& [first, held] : pages) cached.pages.push_back({first, held});
             const py::gil_scoped_release released;
-            return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()), cached);
+            return on_each<&Engine::add_sequence>(e, sampling, ids, static_cast<int>(prompt.size()),
+                                                  cached);
           },
           py::arg("sampling"), py::arg("prompt"), py::arg("generated") = std::vector<int>{},
           py::arg("pages") = std::vector<std::pair<int, std::vector<int>>>{},
@@ -267,24 +268,24 @@ void bind_sequences(EngineClass& engine) {
           multiple of PAGE_SIZE. The slot shares `pages` of each group of layers, from a page of
           the sequence on: (first, pages). `reserve` and `reserve_windows` take pages for the
           others, and `pages.load` fills them.)")
-      .def("release", &Engine::release, py::arg("slot"), NoGil(),
+      .def("release", on_each<&Engine::release>, py::arg("slot"), NoGil(),
            "Gives the slot and its pages back. Steps in flight for it are dropped from results.")
-      .def("vacate", &Engine::vacate, py::arg("slot"), NoGil(),
+      .def("vacate", on_each<&Engine::vacate>, py::arg("slot"), NoGil(),
            R"(Gives the pages of a slot without steps in flight back, but keeps its sequence.
 
            Before its next step, `reserve` and `reserve_windows` take pages again and `pages.load`
            fills them.)")
-      .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), NoGil(),
+      .def("reserve", on_each<&Engine::reserve>, py::arg("slot"), py::arg("num_tokens"), NoGil(),
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
            Waits for the steps in flight if they are the last that read the pages it needs.)")
-      .def("reserve_windows", &Engine::reserve_windows, py::arg("slot"), py::arg("step_end"),
-           NoGil(),
+      .def("reserve_windows", on_each<&Engine::reserve_windows>, py::arg("slot"),
+           py::arg("step_end"), NoGil(),
            R"(The same in the groups of layers with a window, for the slot's next step.
 
            The step ends behind at most `step_end` tokens. Pages that neither it nor a later step
            reads are given back.)")
-      .def("num_missing", &Engine::num_missing, py::arg("slot"), py::arg("num_tokens"),
+      .def("num_missing", of_first<&Engine::num_missing>, py::arg("slot"), py::arg("num_tokens"),
            py::arg("step_end"), NoGil(),
            "Pages of each group that `reserve` and `reserve_windows` lack, even after the steps in "
            "flight.");
@@ -296,8 +297,9 @@ py::memoryview view_of(const HostBlocks& blocks, int block) {
 
 void bind_host_blocks(py::module_& m) {
   py::class_<HostBlocks>(m, "HostBlocks", "Pinned host memory in blocks of one size.")
-      .def(py::init([](const Engine& e, int64_t block_bytes, int blocks_per_segment, int most) {
-             return std::make_unique<HostBlocks>(e.device(), block_bytes, blocks_per_segment, most);
+      .def(py::init([](const Ranks& e, int64_t block_bytes, int blocks_per_segment, int most) {
+             return std::make_unique<HostBlocks>(e.first().device(), block_bytes,
+                                                 blocks_per_segment, most);
            }),
            py::arg("engine"), py::arg("block_bytes"), py::arg("blocks_per_segment"),
            py::arg("most_blocks"))
@@ -312,66 +314,74 @@ void bind_host_blocks(py::module_& m) {
 }
 
 void bind_pages(py::module_& m, EngineClass& engine) {
-  py::class_<Pages>(m, "Pages",
-                    "Owners of an engine's pages, and copies in host memory. Group 0: layers "
-                    "without a window; the layers of each window are a further group.")
+  py::class_<RankPages>(m, "Pages",
+                        "Owners of an engine's pages, and copies in host memory. Group 0: layers "
+                        "without a window; the layers of each window are a further group.")
       .def_property_readonly(
           "windows",
-          [](const Pages& pages) {
+          [](const RankPages& self) {
+            const Pages& pages = self.ranks.first().pages();
             std::vector<int> windows;
             for (int i = 0; i < pages.num_groups(); ++i) windows.push_back(pages.window(i));
             return windows;
           },
           "The window of each group, in tokens; 0 is the first.")
-      .def("num_pages", &Pages::num_pages, py::arg("group"),
+      .def("num_pages", of_first<&Pages::num_pages>, py::arg("group"),
            "Pages of a group, those of an idle slot included.")
-      .def("first_read", &Pages::first_read, py::arg("group"), py::arg("length"),
+      .def("first_read", of_first<&Pages::first_read>, py::arg("group"), py::arg("length"),
            "The first page of a sequence that its tokens from position `length` on read.")
       .def(
           "of_slot",
-          [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).pages; },
+          [](const RankPages& p, int slot, int group) {
+            return of_first<&Pages::of_slot>(p, slot, group).pages;
+          },
           py::arg("slot"), py::arg("group") = 0, "The pages of a slot, in order.")
       .def(
           "first_of_slot",
-          [](const Pages& p, int slot, int group) { return p.of_slot(slot, group).first; },
+          [](const RankPages& p, int slot, int group) {
+            return of_first<&Pages::of_slot>(p, slot, group).first;
+          },
           py::arg("slot"), py::arg("group"),
           "Which page of the sequence of_slot(slot, group)[0] is.")
-      .def("num_owners", &Pages::num_owners, py::arg("page"), py::arg("group") = 0,
+      .def("num_owners", of_first<&Pages::num_owners>, py::arg("page"), py::arg("group") = 0,
            "Slots and caches that have a page. RuntimeError for a page that is not there.")
-      .def("take", &Pages::take, py::arg("most"), py::arg("group") = 0, NoGil(),
+      .def("take", on_each<&Pages::take>, py::arg("most"), py::arg("group") = 0, NoGil(),
            "Up to `most` free pages, each with one owner; `drop` gives them back.")
-      .def("hold", &Pages::hold, py::arg("pages"), py::arg("group") = 0, NoGil(),
+      .def("hold", on_each<&Pages::hold>, py::arg("pages"), py::arg("group") = 0, NoGil(),
            "One more owner of pages that have one.")
-      .def("drop", &Pages::drop, py::arg("pages"), py::arg("group") = 0, NoGil(), "One owner less.")
-      .def("save", &Pages::save, py::arg("pages"), py::arg("to"), py::arg("blocks"),
+      .def("drop", on_each<&Pages::drop>, py::arg("pages"), py::arg("group") = 0, NoGil(),
+           "One owner less.")
+      .def("save", on_each<&Pages::save>, py::arg("pages"), py::arg("to"), py::arg("blocks"),
            py::arg("group") = 0, NoGil(),
            "Copies pages into host blocks, behind the steps so far; does not wait.")
-      .def("load", &Pages::load, py::arg("pages"), py::arg("source"), py::arg("blocks"),
+      .def("load", on_each<&Pages::load>, py::arg("pages"), py::arg("source"), py::arg("blocks"),
            py::arg("group") = 0, NoGil(),
            "Copies host blocks into pages, before the steps to come; does not wait.")
-      .def("save_slot", &Pages::save_slot, py::arg("slot"), py::arg("to"), py::arg("block"),
-           NoGil(), "Copies a slot's per-slot state into a host block; does not wait.")
-      .def("load_slot", &Pages::load_slot, py::arg("slot"), py::arg("source"), py::arg("block"),
-           NoGil(), "The other way round.")
-      .def("wait_for_copies", &Pages::wait_for_copies, NoGil(),
+      .def("save_slot", on_each<&Pages::save_slot>, py::arg("slot"), py::arg("to"),
+           py::arg("block"), NoGil(),
+           "Copies a slot's per-slot state into a host block; does not wait.")
+      .def("load_slot", on_each<&Pages::load_slot>, py::arg("slot"), py::arg("source"),
+           py::arg("block"), NoGil(), "The other way round.")
+      .def("wait_for_copies", on_each<&Pages::wait_for_copies>, NoGil(),
            "Waits for all copies and steps that were enqueued.")
-      .def_property_readonly("has_copies", &Pages::has_copies,
+      .def_property_readonly("has_copies", of_first<&Pages::has_copies>,
                              "Were copies enqueued since the last wait for them?")
       .def_property_readonly(
-          "page_bytes", [](const Pages& pages) { return pages.page_bytes(0); },
+          "page_bytes",
+          [](const RankPages& pages) { return of_first<&Pages::page_bytes>(pages, 0); },
           "Bytes of one page of group 0 in all models' planes.")
-      .def("group_page_bytes", &Pages::page_bytes, py::arg("group"), "The same of any group.")
-      .def_property_readonly("slot_bytes", &Pages::slot_bytes,
+      .def("group_page_bytes", of_first<&Pages::page_bytes>, py::arg("group"),
+           "The same of any group.")
+      .def_property_readonly("slot_bytes", of_first<&Pages::slot_bytes>,
                              "Bytes of a slot's per-slot state; 0: the models have none.");
-  engine.def_property_readonly("pages", &Engine::pages,
-                               py::return_value_policy::reference_internal);
+  engine.def_property_readonly("pages", &Ranks::pages, py::return_value_policy::reference_internal);
 }
 
 void bind_steps(EngineClass& engine) {
   engine
       .def(
           "prefill",
-          [](Engine& e, const std::vector<std::tuple<int, std::vector<int>, bool>>& items,
+          [](Ranks& e, const std::vector<std::tuple<int, std::vector<int>, bool>>& items,
              const std::vector<int>& mask_rows, const std::optional<Words>& words,
              bool skip_draft) {
             const TokenMasks masks = words ? token_masks(e, mask_rows, *words) : TokenMasks{};
@@ -398,8 +408,8 @@ void bind_steps(EngineClass& engine) {
            Waits for the device. To be collected like any step.)")
       .def(
           "decode",
-          [](Engine& e, const std::vector<int>& slots, const ShapeArgument& shape) {
-            e.decode(slots, shape_of(shape));
+          [](Ranks& e, const std::vector<int>& slots, const ShapeArgument& shape) {
+            on_each<&Engine::decode>(e, slots, shape_of(shape));
           },
           py::arg("slots"), py::arg("shape") = std::nullopt, NoGil(),
           R"(Enqueues one decode step for these slots; does not wait.
@@ -409,7 +419,7 @@ void bind_steps(EngineClass& engine) {
           is topp. ValueError for others.)")
       .def(
           "begin_masked",
-          [](Engine& e, const std::vector<int>& slots, const ShapeArgument& shape) {
+          [](Ranks& e, const std::vector<int>& slots, const ShapeArgument& shape) {
             std::vector<std::pair<std::vector<int>, std::vector<int>>> trees;
             for (Engine::DraftedTree& tree : e.begin_masked(slots, shape_of(shape))) {
               trees.emplace_back(std::move(tree.tokens), std::move(tree.parents));
@@ -424,18 +434,18 @@ void bind_steps(EngineClass& engine) {
           release before `end_masked` abandons the step.)")
       .def(
           "end_masked",
-          [](Engine& e, const std::vector<int>& mask_rows, const Words& words) {
+          [](Ranks& e, const std::vector<int>& mask_rows, const Words& words) {
             const TokenMasks masks = token_masks(e, mask_rows, words);
             const py::gil_scoped_release released;
-            e.end_masked(masks);
+            on_each<&Engine::end_masked>(e, masks);
           },
           py::arg("mask_rows"), py::arg("masks"),
           R"(The rest of the step: draws, and accepts what agrees with the draft; does not wait.
 
           mask_rows [slots * N]: which of masks [M, ceil(V / 32)] a node is held to; -1: none.
           RuntimeError if no masked step has begun.)")
-      .def("in_flight", &Engine::in_flight, "Steps enqueued and not yet collected.")
-      .def("collect", &Engine::collect, NoGil(),
+      .def("in_flight", of_first<&Engine::in_flight>, "Steps enqueued and not yet collected.")
+      .def("collect", &Ranks::collect, NoGil(),
            R"(Waits for the oldest step in flight and returns what it emitted.
 
            Prefill steps of chunks that are not last return []. Device errors surface here as
@@ -444,34 +454,35 @@ void bind_steps(EngineClass& engine) {
 
 void bind_facts(EngineClass& engine) {
   engine
-      .def_property_readonly("max_model_len", &Engine::max_model_len,
+      .def_property_readonly("max_model_len", of_first<&Engine::max_model_len>,
                              "Tokens that one sequence can hold.")
-      .def_property_readonly("num_pages", &Engine::num_pages,
+      .def_property_readonly("num_pages", of_first<&Engine::num_pages>,
                              "KV pages of PAGE_SIZE tokens in group 0, shared by all slots.")
       .def_property_readonly(
-          "num_free_pages", &Engine::num_free_pages,
+          "num_free_pages", of_first<&Engine::num_free_pages>,
           "Of these, pages without an owner; steps in flight may still read some.")
       .def_property_readonly("max_num_seqs",
-                             [](const Engine& e) { return e.config().max_num_seqs; })
-      .def_property_readonly("chunk_length", [](const Engine& e) { return e.chunk_length(); })
+                             [](const Ranks& e) { return e.first().config().max_num_seqs; })
+      .def_property_readonly("chunk_length",
+                             [](const Ranks& e) { return e.first().chunk_length(); })
       .def_property_readonly(
           "draft_shapes",
-          [](const Engine& engine) {
+          [](const Ranks& engine) {
             std::vector<std::pair<int, int>> shapes;
-            for (const auto& [depth, nodes] : engine.draft_shapes()) {
+            for (const auto& [depth, nodes] : engine.first().draft_shapes()) {
               shapes.emplace_back(depth, nodes);
             }
             return shapes;
           },
           "Shapes among which each step may choose: (depth, nodes), the last one the largest.")
-      .def_property_readonly("tokens_per_step", &Engine::tokens_per_step,
+      .def_property_readonly("tokens_per_step", of_first<&Engine::tokens_per_step>,
                              "Most tokens that a decode step emits for a sequence.")
-      .def_property_readonly("num_rewritten", &Engine::num_rewritten,
+      .def_property_readonly("num_rewritten", of_first<&Engine::num_rewritten>,
                              "Last tokens of a sequence whose entries a later step may write.")
-      .def_property_readonly("launch_ahead", &Engine::launch_ahead,
+      .def_property_readonly("launch_ahead", of_first<&Engine::launch_ahead>,
                              "Decode steps worth having in flight: 2 on CUDA, 1 on the CPU.")
       .def_property_readonly(
-          "counters", &Engine::counters,
+          "counters", of_first<&Engine::counters>,
           "steps, waits, graph_captures, graph_replays;\nof the process: allocations, "
           "synchronizations.");
 }
@@ -530,17 +541,20 @@ void bind_engine(py::module_& m) {
         See csrc/core/plugin.h. ValueError if it cannot be loaded.)");
 
   EngineClass engine(m, "Engine",
-                     "One model on one device. Not thread-safe: one thread drives it.");
+                     "One model, on one GPU or several. Not thread-safe: one thread drives it.");
   engine
       .def(py::init<const ModelSpec&, const RuntimeConfig&, const std::optional<DrafterSpec>&>(),
            py::arg("spec"), py::arg("config"), py::arg("draft") = py::none(), NoGil(),
            "Plans and allocates all memory. MemoryError says what does not fit and by how much.")
       .def_static(
-          "planned_model_len", &Engine::planned_model_len, py::arg("spec"), py::arg("config"),
+          "planned_model_len", &Ranks::planned_model_len, py::arg("spec"), py::arg("config"),
           py::arg("draft") = py::none(), NoGil(),
           R"(`max_model_len` of an engine made of the same now. Allocates none of its memory.
 
                   MemoryError as of the constructor.)");
+  engine.def_property_readonly("num_ranks", &Ranks::size, "GPUs that share the model.")
+      .def("silence", &Ranks::silence, py::arg("rank"),
+           "For tests: from now on a rank sends nothing to the others.");
   bind_loading(engine);
   bind_launches(engine);
   bind_sequences(engine);

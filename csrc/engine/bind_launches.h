@@ -4,11 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/typing.h>
 
-#include "engine/engine.h"
+#include "engine/ranks.h"
 
 namespace cpmcu {
 
-using EngineClass = pybind11::class_<Engine>;
+using EngineClass = pybind11::class_<Ranks>;
 
 void bind_launches(EngineClass& engine);
 

@@ -201,6 +201,8 @@ void bind_run_configs(py::module_& m) {
       .def(py::init(&from_keywords<RuntimeConfig>))
       .def_readwrite("device", &RuntimeConfig::device, "\"cpu\" | \"cuda\".")
       .def_readwrite("device_index", &RuntimeConfig::device_index, "Which CUDA device.")
+      .def_readwrite("num_ranks", &RuntimeConfig::num_ranks,
+                     "GPUs from that one on that share the model; on the CPU: threads.")
       .def_readwrite("memory_limit", &RuntimeConfig::memory_limit,
                      "Share of the memory that is free at start, above 0 and at most 1.")
       .def_readwrite("chunk_length", &RuntimeConfig::chunk_length,

@@ -51,7 +51,8 @@ std::vector<Engine::SlotOutput> Engine::collect() {
   ring_.wait(ctx_, step.number);
   ++num_waits_;
   in_flight_.pop_front();
-  states_.retire(ring_.num_done());
+  pages_.steps_done(step.number + 1);
+  check_exchange();
   std::vector<SlotOutput> outputs;
   for (size_t i = 0; i < step.sampled.size(); ++i) {
     const auto [index, generation] = step.sampled[i];

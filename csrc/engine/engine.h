@@ -1,4 +1,5 @@
-// One model on one device: load, prefill, decode, release.
+// One model on one device, or one GPU's part of it (engine/ranks.h): load, prefill, decode,
+// release.
 //
 // Not thread-safe: one thread drives it. Steps are enqueued and collected separately, so that the
 // host can launch ahead: the device writes results to mapped memory, in the order of the steps.
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "core/exchange.h"
 #include "core/weights.h"
 #include "engine/batch.h"
 #include "engine/graph_runner.h"
@@ -46,17 +48,23 @@ class Engine {
   };
   using DraftedTree = SpeculativeStep::DraftedTree;
 
-  // Plans and allocates all memory. If it does not fit, throws Error(kMemory) with the sizes.
-  // Without `draft`, decode steps are plain.
+  // Plans all memory and allocates none. If it does not fit, throws Error(kMemory) with the sizes.
+  // Without `draft`, decode steps are plain. `rank`: which part of the model, of
+  // config.num_ranks. `allocate` comes next.
   Engine(const ModelSpec& spec, const RuntimeConfig& config,
-         const std::optional<DrafterSpec>& draft = std::nullopt);
+         const std::optional<DrafterSpec>& draft, int rank);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-  // `max_model_len` that an engine with these arguments would have now. Allocates no memory. Throws
-  // as the constructor does.
-  static int planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
-                               const std::optional<DrafterSpec>& draft = std::nullopt);
+  // Pages of each group that fit into the memory.
+  const std::vector<int64_t>& most_pages() const { return most_pages_; }
+  // Plans so many pages, which determines `max_model_len`.
+  void plan_pages(const std::vector<int64_t>& num_pages);
+  void allocate();
+  // The exchange of this rank, for the others; null: there is one rank.
+  Exchange* exchange() { return ctx_.exchange == nullptr ? nullptr : &exchange_; }
+  void silence();             // Ranks::silence
+  void synchronize_device();  // waits for all steps
 
   // ---- load
   const WeightTable& weights() const { return weights_; }
@@ -152,15 +160,13 @@ class Engine {
     std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
   };
 
-  // Plans all memory and allocates none.
-  struct PlanOnly {};
-  Engine(const ModelSpec& spec, const RuntimeConfig& config,
-         const std::optional<DrafterSpec>& draft, PlanOnly);
-
   void plan_memory();
   std::vector<PageDemand> page_demands() const;
   void plan_buffers(int max_tokens);
   void bind();
+  void plan_exchange();
+  void bind_exchange();
+  void check_exchange() const;
   void check_ready() const;
   void begin_step();
   void end_step(const std::vector<int>& sampled_slots, bool decodes);
@@ -181,9 +187,13 @@ class Engine {
   void check_ids(const std::vector<int>& ids) const;
   void ensure_room(int slot, int num_tokens);
 
-  ModelSpec spec_;
+  const int rank_;
+  std::optional<ModelSpec> whole_;  // of all ranks; empty: there is one
+  ModelSpec spec_;                  // of this rank
   RuntimeConfig config_;
   DeviceContext ctx_;
+  Exchange exchange_;
+  MemoryPlan::Id receive_id_ = 0, rounds_id_ = 0;
   std::unique_ptr<CublasLt> cublas_;
   StepLimits limits_;
   int max_tokens_ = 0;  // of one sequence
@@ -191,6 +201,7 @@ class Engine {
   // nothing. -1: steps are not padded.
   int idle_slot_ = -1;
   int num_idle_pages_ = 0;
+  std::vector<int64_t> most_pages_;
   MemoryPlan plan_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<WeightLoader> loader_;

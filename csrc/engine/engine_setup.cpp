@@ -3,6 +3,7 @@
 
 #include "engine/engine.h"
 #include "kernels/gemm/gemm.h"
+#include "model/model_part.h"
 #include "state/page_shares.h"
 
 namespace cpmcu {
@@ -10,10 +11,10 @@ namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence; sums with other counts stay in an int
 
-// The spec, checked before anything is built from it.
-const ModelSpec& checked(const ModelSpec& spec, const RuntimeConfig& config) {
+// The part of a rank. Both specs are checked before anything is built from them.
+ModelSpec checked_part(const ModelSpec& spec, const RuntimeConfig& config) {
   spec.check_validity(config.device == "cuda");
-  return spec;
+  return part_of(spec, config.num_ranks);
 }
 
 std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
@@ -21,26 +22,20 @@ std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1)
 }  // namespace
 
 Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
-               const std::optional<DrafterSpec>& draft)
-    : Engine(spec, config, draft, PlanOnly()) {
-  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
-  bind();
-}
-
-int Engine::planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
-                              const std::optional<DrafterSpec>& draft) {
-  return Engine(spec, config, draft, PlanOnly()).max_model_len();
-}
-
-Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
-               const std::optional<DrafterSpec>& draft, PlanOnly)
-    : spec_(checked(spec, config)),
+               const std::optional<DrafterSpec>& draft, int rank)
+    : rank_(rank),
+      spec_(checked_part(spec, config)),
       config_(config),
-      ctx_(device_named(config.device, config.device_index)),
+      ctx_(device_named(config.device, config.device_index + rank)),
       state_(states_.add_model("")),
       model_(spec_),
       step_({spec_, model_, sampler_}, draft ? &*draft : nullptr),
-      pages_(ctx_, states_, ring_, num_steps_) {
+      pages_(ctx_, states_, ring_, num_steps_, rank, config.num_ranks) {
+  if (config.num_ranks > 1) {
+    whole_ = spec;
+    exchange_.rank = rank, exchange_.num_ranks = config.num_ranks;
+    ctx_.exchange = &exchange_;
+  }
   if (!has_prompt_gemm(ctx_.compute_capability)) {
     cublas_ = CublasLt::load(ctx_, config.cublas_paths);
   }
@@ -48,11 +43,28 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
   plan_memory();
 }
 
+void Engine::allocate() {
+  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
+  bind();
+}
+
+void Engine::silence() {
+  CHECK(ctx_.exchange != nullptr, "one rank has nobody to send to, expected several");
+  const uint32_t silent = 1;
+  set_device(ctx_.device);
+  copy_to_device(ctx_.device, exchange_.state + kSilent, &silent, sizeof(silent), ctx_.stream);
+  synchronize(ctx_.device, ctx_.stream);
+}
+
+void Engine::synchronize_device() {
+  set_device(ctx_.device);
+  synchronize(ctx_.device, ctx_.stream);
+}
+
 Engine::~Engine() {
   try {
-    set_device(ctx_.device);
-    synchronize(ctx_.device, ctx_.stream);  // nothing may run on memory that goes away
-  } catch (const Error&) {                  // a broken device: free what can be freed
+    synchronize_device();   // nothing may run on memory that goes away
+  } catch (const Error&) {  // a broken device: free what can be freed
   }
   graphs_.reset();
   loader_.reset();
@@ -78,7 +90,8 @@ void Engine::plan_memory() {
   }
   plan_buffers(max_tokens);
 
-  const int64_t free_bytes = device_info(ctx_.device).free_bytes;
+  int64_t free_bytes = device_info(ctx_.device).free_bytes;
+  if (!ctx_.device.is_cuda()) free_bytes /= config_.num_ranks;  // ranks share the host's memory
   const int64_t budget =
       static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
   const int64_t fixed = plan_.assign();
@@ -96,9 +109,13 @@ void Engine::plan_memory() {
                mib(least), demands[0].least * kPageSize, mib(need), mib(budget),
                config_.memory_limit, mib(free_bytes), mib(need - budget)));
   }
-  const std::vector<int64_t> num_pages = divide_pages(demands, budget - fixed);
-  const int64_t held = (num_pages[0] - num_idle_pages_) * kPageSize - lookahead;
-  max_tokens_ = static_cast<int>(std::min<int64_t>(max_tokens, held));
+  most_pages_ = divide_pages(demands, budget - fixed);
+  max_tokens_ = max_tokens;
+}
+
+void Engine::plan_pages(const std::vector<int64_t>& num_pages) {
+  const int64_t held = (num_pages[0] - num_idle_pages_) * kPageSize - step_.lookahead();
+  max_tokens_ = static_cast<int>(std::min<int64_t>(max_tokens_, held));
   CHECK(max_tokens_ >= 1, "{} KV pages are too few for a draft tree", num_pages[0]);
   states_.plan_pages(plan_, num_pages);
   plan_.assign();
@@ -162,7 +179,27 @@ void Engine::plan_buffers(int max_tokens) {
   decode_block_.plan(plan_, "decode_inputs", int64_t{4} * seqs);
   ring_.plan(plan_);
   const int64_t hidden_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
+  if (ctx_.exchange != nullptr) plan_exchange();
   last_rows_id_ = plan_.add_scratch("last_rows", seqs * hidden_bytes, kMlp + 3, kHead);
+}
+
+void Engine::plan_exchange() {
+  const int64_t row_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
+  exchange_.width = row_bytes / 4;
+  exchange_.num_words =
+      std::max(limits_.max_tokens * exchange_.width, int64_t{spec_.vocab_size} / spec_.num_ranks);
+  receive_id_ = plan_.add("exchange.buffers", "state", 8 * 2 * exchange_.half_words());
+  rounds_id_ =
+      plan_.add("exchange.rounds", "state", int64_t{4} * (kExchangeCtas + kNumExchangeStates));
+}
+
+void Engine::bind_exchange() {
+  exchange_.buffers[rank_] = arena_->array<uint64_t>(receive_id_);
+  exchange_.rounds = arena_->array<uint32_t>(rounds_id_);
+  exchange_.state = exchange_.rounds + kExchangeCtas;
+  fill_bytes(ctx_.device, exchange_.buffers[rank_], 0, 8 * 2 * exchange_.half_words(), ctx_.stream);
+  fill_bytes(ctx_.device, exchange_.rounds, 0, 4 * (kExchangeCtas + kNumExchangeStates),
+             ctx_.stream);
 }
 
 void Engine::bind() {
@@ -170,6 +207,8 @@ void Engine::bind() {
   states_.bind(ctx_, *arena_);
   model_.bind(*arena_, state_);
   model_.list_tensors(weights_);
+  if (whole_) weights_.take_parts(tensors_of(*whole_), rank_, config_.num_ranks);
+  if (whole_) bind_exchange();
   sampler_.bind(*arena_);
   sampler_.clear(ctx_);
   step_.bind(*arena_);

@@ -19,6 +19,15 @@ void Engine::check_ready() const {
   CHECK_STATE(ready_, "the engine has no weights yet: load them and call finish_loading");
 }
 
+// A CUDA kernel that waited too long for another rank has said so.
+void Engine::check_exchange() const {
+  if (ctx_.exchange == nullptr || *exchange_.failed == 0) return;
+  throw RankFailure(format("GPU {} got no answer from another GPU within {} s: the step is lost; "
+                           "load the model again",
+                           config_.device_index + *exchange_.failed - 1, kWaitSeconds),
+                    /*is_echo=*/false);
+}
+
 void Engine::begin_step() {
   check_ready();
   CHECK_STATE(in_flight() < kMaxInFlight, "{} steps are in flight; collect one first", in_flight());

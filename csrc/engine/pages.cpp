@@ -1,6 +1,13 @@
 #include "engine/pages.h"
 
+#include <algorithm>
+
 namespace cpmcu {
+
+void Pages::steps_done(uint64_t num_steps) {
+  num_done_ = std::max(num_done_, num_steps);
+  states_.retire(num_done_);
+}
 
 // ---- owners
 
@@ -25,29 +32,25 @@ bool Pages::reserve_windows(int slot, int length, int num_entries) {
 
 bool Pages::take_or_wait(const std::function<bool()>& take) {
   set_device(ctx_.device);
-  states_.retire(ring_.num_done());
   if (take()) return true;
   if (states_.num_retiring() == 0) return false;
   if (num_steps_ > 0) ring_.wait(ctx_, num_steps_ - 1);
-  states_.retire(ring_.num_done());
+  steps_done(num_steps_);
   return take();
 }
 
 void Pages::release(int slot) {
   states_.release(slot, num_steps_);
-  states_.retire(ring_.num_done());
+  steps_done(num_done_);
 }
 
-std::vector<int> Pages::take(int most, int group) {
-  states_.retire(ring_.num_done());
-  return states_.take(group, most);
-}
+std::vector<int> Pages::take(int most, int group) { return states_.take(group, most); }
 
 void Pages::hold(const std::vector<int>& pages, int group) { states_.hold(group, pages); }
 
 void Pages::drop(const std::vector<int>& pages, int group) {
   states_.drop(group, pages, num_steps_);
-  states_.retire(ring_.num_done());
+  steps_done(num_done_);
 }
 
 // ---- copies
@@ -56,7 +59,7 @@ void Pages::save(const std::vector<int>& pages, const HostBlocks& to,
                  const std::vector<int>& blocks, int group) {
   begin_copy(to.block_bytes(), page_bytes(group), pages.size(), blocks.size());
   for (size_t i = 0; i < pages.size(); ++i) {
-    states_.save_page(ctx_, group, pages[i], to.block(blocks[i]));
+    states_.save_page(ctx_, group, pages[i], own_part(to, blocks[i], states_.page_bytes(group)));
   }
 }
 
@@ -64,20 +67,20 @@ void Pages::load(const std::vector<int>& pages, const HostBlocks& from,
                  const std::vector<int>& blocks, int group) {
   begin_copy(from.block_bytes(), page_bytes(group), pages.size(), blocks.size());
   for (size_t i = 0; i < pages.size(); ++i) {
-    states_.load_page(ctx_, group, pages[i], from.block(blocks[i]));
+    states_.load_page(ctx_, group, pages[i], own_part(from, blocks[i], states_.page_bytes(group)));
   }
 }
 
 void Pages::save_slot(int slot, const HostBlocks& to, int block) {
   check_slot(slot);
   begin_copy(to.block_bytes(), slot_bytes(), 1, 1);
-  states_.save_slot(ctx_, slot, to.block(block));
+  states_.save_slot(ctx_, slot, own_part(to, block, states_.slot_bytes()));
 }
 
 void Pages::load_slot(int slot, const HostBlocks& from, int block) {
   check_slot(slot);
   begin_copy(from.block_bytes(), slot_bytes(), 1, 1);
-  states_.load_slot(ctx_, slot, from.block(block));
+  states_.load_slot(ctx_, slot, own_part(from, block, states_.slot_bytes()));
 }
 
 void Pages::wait_for_copies() {

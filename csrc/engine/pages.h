@@ -17,10 +17,16 @@ namespace cpmcu {
 
 class Pages {
  public:
-  // `num_steps`: steps enqueued so far. All arguments must outlive this object.
+  // `num_steps`: steps enqueued so far. `rank` of `num_ranks`: whose parts of the pages these are.
+  // All references must outlive this object.
   Pages(const DeviceContext& ctx, StateCache& states, const ResultRing& ring,
-        const uint64_t& num_steps)
-      : ctx_(ctx), states_(states), ring_(ring), num_steps_(num_steps) {}
+        const uint64_t& num_steps, int rank, int num_ranks)
+      : ctx_(ctx),
+        states_(states),
+        ring_(ring),
+        num_steps_(num_steps),
+        rank_(rank),
+        num_ranks_(num_ranks) {}
 
   // ---- groups
   int num_groups() const { return states_.num_groups(); }
@@ -28,6 +34,10 @@ class Pages {
   int num_pages(int group) const { return states_.group(group).pool().num_pages(); }
   // The first page of a sequence that a token at position `length` or later reads.
   int first_read(int group, int length) const { return states_.group(group).first_read(length); }
+
+  // The first `num_steps` steps are done, so the pages that only they read are free. All ranks call
+  // it at the same places: a rank that looked at its own device would free other pages.
+  void steps_done(uint64_t num_steps);
 
   // ---- owners
   const HeldPages& of_slot(int slot, int group) const;
@@ -44,7 +54,8 @@ class Pages {
   void hold(const std::vector<int>& pages, int group);  // one more owner of each
   void drop(const std::vector<int>& pages, int group);  // one owner less
 
-  // ---- copies of pages, and of the per-slot tensors of a slot
+  // ---- copies of pages, and of the per-slot tensors of a slot. A block holds the parts of all
+  // ranks, in their order.
   void save(const std::vector<int>& pages, const HostBlocks& to, const std::vector<int>& blocks,
             int group);
   void load(const std::vector<int>& pages, const HostBlocks& from, const std::vector<int>& blocks,
@@ -54,18 +65,23 @@ class Pages {
   void wait_for_copies();  // and for all steps in flight
   // Were copies enqueued since the last wait? If so, only the stream may touch their blocks.
   bool has_copies() const { return has_copies_; }
-  int64_t page_bytes(int group) const { return states_.page_bytes(group); }
-  int64_t slot_bytes() const { return states_.slot_bytes(); }
+  int64_t page_bytes(int group) const { return num_ranks_ * states_.page_bytes(group); }
+  int64_t slot_bytes() const { return num_ranks_ * states_.slot_bytes(); }
 
  private:
   bool take_or_wait(const std::function<bool()>& take);
   void begin_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to);
   void check_slot(int slot) const;
+  char* own_part(const HostBlocks& blocks, int block, int64_t bytes) const {
+    return blocks.block(block) + rank_ * bytes;
+  }
 
   const DeviceContext& ctx_;
   StateCache& states_;
   const ResultRing& ring_;
   const uint64_t& num_steps_;
+  const int rank_, num_ranks_;
+  uint64_t num_done_ = 0;  // steps that are known to be done
   bool has_copies_ = false;
 };
 

@@ -11,11 +11,12 @@ constexpr int kMaxSeqs = 256;  // sequence slots, and sequences of one step
 
 struct RuntimeConfig {
   std::string device = "cpu";  // "cpu", "cuda"
-  int device_index = 0;
-  double memory_limit = 0.9;  // share of the memory that is free at start
-  int chunk_length = 2048;    // tokens of one prefill step
-  int max_num_seqs = 8;       // sequence slots, up to kMaxSeqs
-  int max_model_len = 0;      // tokens of one sequence; 0: max_position_embeddings, or what fits
+  int device_index = 0;        // with several ranks: of the first GPU
+  int num_ranks = 1;           // GPUs, or threads of the CPU back end, that share the model
+  double memory_limit = 0.9;   // share of the memory that is free at start
+  int chunk_length = 2048;     // tokens of one prefill step
+  int max_num_seqs = 8;        // sequence slots, up to kMaxSeqs
+  int max_model_len = 0;       // tokens of one sequence; 0: max_position_embeddings, or what fits
   bool cuda_graph = true;
   int num_threads = 0;                    // CPU back end; 0: OMP_NUM_THREADS, or all cores
   std::vector<std::string> cublas_paths;  // folders to look for libcublasLt in first

@@ -3,7 +3,8 @@
 
 #include "kernels/bind_ops.h"
 #include "kernels/moe/expert_gemm.h"
-#include "kernels/moe/fused_experts.h"
+#include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
 #include "kernels/moe/route_scores.h"
 #include "kernels/moe/sorted_gemm.h"
 
@@ -116,49 +117,6 @@ void bind_route_scores(py::module_& m) {
       "csrc/kernels/moe/route_scores.h");
 }
 
-void bind_fused_experts(py::module_& m) {
-  m.def("fused_experts_bytes", &fused_experts_bytes, "num_experts"_a, "top_k"_a, "width"_a,
-        "hidden"_a);
-  m.def(
-      "fused_experts",
-      [](const OpsContext& c, SharedArray hidden, SharedArray x, SharedArray logits, SharedArray w,
-         const OpsRouting& routing, SharedArray act, SharedArray y, SharedArray gate_up,
-         SharedArray down, SharedArray memory, SharedArray router_memory, bool renormalise,
-         SharedArray norm_weight, SharedArray normed, SharedArray next_weight, float eps,
-         float offset, float scale, const std::string& codes, bool zero_points, bool minimum,
-         const std::string& scale_dtype, int scale_rows, int group) {
-        const PackedLayout layout =
-            layout_of(codes, 1, zero_points, minimum, scale_dtype, scale_rows, group);
-        const int64_t k = tensor_of(x).size(1), width = tensor_of(act).size(1);
-        fused_experts(
-            c.ctx,
-            {.router = {.logits = tensor_of(logits),
-                        .x = tensor_of(x),
-                        .w = tensor_of(w),
-                        .norm = norm_of(x, hidden, norm_weight, eps, offset),
-                        .renormalise = renormalise,
-                        .routing = routing.routing,
-                        .memory = tensor_of(router_memory)},
-             .weights = {.gate_up = packed_experts_of(gate_up, routing, 2 * width, k, layout, true),
-                         .down = packed_experts_of(down, routing, k, width, layout, false),
-                         .gate_up_stride = gate_up->tensor().size(1),
-                         .down_stride = down->tensor().size(1)},
-             .act = tensor_of(act),
-             .combine = {.hidden = tensor_of(hidden),
-                         .y = tensor_of(y),
-                         .routing = routing.routing,
-                         .scale = scale,
-                         .norm = norm_of(normed, hidden, next_weight, eps, offset)},
-             .memory = tensor_of(memory)});
-      },
-      "ctx"_a, "hidden"_a, "x"_a, "logits"_a, "w"_a, "routing"_a, "act"_a, "y"_a, "gate_up"_a,
-      "down"_a, py::kw_only(), "memory"_a, "router_memory"_a, "renormalise"_a = true,
-      "norm_weight"_a, "normed"_a = SharedArray(), "next_weight"_a = SharedArray(), "eps"_a = 1e-6f,
-      "offset"_a = 0.f, "scale"_a = 1.f, "codes"_a = "int4", "zero_points"_a = false,
-      "minimum"_a = false, "scale_dtype"_a = "float16", "scale_rows"_a = 1, "group"_a = 0,
-      "csrc/kernels/moe/fused_experts.h. gate_up, down: [experts, bytes]");
-}
-
 }  // namespace
 
 void bind_moe_ops(py::module_& m) {
@@ -249,7 +207,6 @@ void bind_moe_ops(py::module_& m) {
       "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
   bind_route_scores(m);
   bind_sorted_gemms(m);
-  bind_fused_experts(m);
   m.def(
       "moe_combine",
       [](const OpsContext& c, SharedArray hidden, SharedArray y, const OpsRouting& routing,

@@ -77,12 +77,10 @@ class AttentionBlock : public Block {
               std::ranges::find(kCudaHeadDims, shape_.head_dim) != std::end(kCudaHeadDims),
           "{}self_attn has a head_dim of {}, expected 64, 128, 256 or 512 on CUDA; use device cpu",
           prefix_, shape_.head_dim);
-    CHECK(
-        !limits.is_cuda() || !shape_.sinks ||
-            (!spec_.fp8_kv_cache && (shape_.head_dim == 64 || shape_.head_dim == 128)),
-        "{}self_attn has attention sinks and a head_dim of {}, expected 64 or 128 and a 16-bit KV "
-        "cache on CUDA; use --kv-cache-dtype auto or device cpu",
-        prefix_, shape_.head_dim);
+    CHECK(!limits.is_cuda() || !shape_.sinks || shape_.head_dim == 64 || shape_.head_dim == 128,
+          "{}self_attn has attention sinks and a head_dim of {}, expected 64 or 128 on CUDA; use "
+          "device cpu",
+          prefix_, shape_.head_dim);
     const int64_t bytes = size_of(spec_.dtype);
     if (gate_ != nullptr) {
       gate_->plan(plan, limits);

@@ -10,7 +10,8 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/add_bias.h"
-#include "kernels/moe/fused_experts.h"
+#include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
 #include "layers/block.h"
 #include "layers/gating.h"
 #include "layers/router.h"
@@ -118,10 +119,6 @@ class MoeBlock : public Block {
     router_id_ = plan.add(mlp_ + "gate", "weights", bytes * shape_.router_rows() * hidden);
     router_bytes_ = limits.is_cuda() ? moe_router_bytes(max_tokens_, shape_.router_rows()) : 0;
     memory_id_ = plan.add_scratch("moe.router", router_bytes_, 0, kLoad);
-    fused_bytes_ = limits.is_cuda()
-                       ? fused_experts_bytes(shape_.num_experts, shape_.top_k, shape_.width, hidden)
-                       : 0;
-    fused_id_ = plan.add_scratch("moe.fused", fused_bytes_, 0, kLoad);
     logits_id_ = plan.add_scratch("moe.logits", 4 * max_tokens_ * shape_.router_rows(), phase_ + 1,
                                   phase_ + 3);
     routing_id_ = plan.add_scratch("moe.routing", carved_bytes([&](Carver& carver) {
@@ -161,7 +158,6 @@ class MoeBlock : public Block {
     down_->bind(arena);
     router_ = arena.tensor(router_id_, spec_.dtype, {shape_.router_rows(), hidden});
     memory_ = arena.tensor(memory_id_, DType::kU8, {router_bytes_});
-    fused_ = arena.tensor(fused_id_, DType::kU8, {fused_bytes_});
     logits_ = arena.tensor(logits_id_, DType::kF32, {max_tokens_, shape_.router_rows()});
     Carver carver(arena.array<char>(routing_id_));
     routing_.layout(carver, max_tokens_);
@@ -206,7 +202,6 @@ class MoeBlock : public Block {
 
   void finish_loading(const Context& ctx) override {
     fill_bytes(ctx.device, memory_.data(), 0, router_bytes_, ctx.stream);
-    fill_bytes(ctx.device, fused_.data(), 0, fused_bytes_, ctx.stream);
     gate_up_->finish_loading(ctx);
     down_->finish_loading(ctx);
     if (shared_down_ == nullptr) return;
@@ -306,21 +301,12 @@ class MoeBlock : public Block {
   // out_ = down of the experts of each pair.
   void append_experts(OpList& ops, const Value& x) const {
     const bool sorts = ops.phase() == Phase::kPrefill;
-    ExpertsOp experts{.x = x, .run = [=, this](const Context& ctx, const Step&, const Rows& rows) {
-                        sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x))
-                                                     : multiply(ctx, rows(x));
-                      }};
-    const auto gate_up = gate_up_->packed(), down = down_->packed();
-    if (gate_up && down && shape_.is_plain()) {
-      experts.weights = {.gate_up = gate_up->first,
-                         .down = down->first,
-                         .gate_up_stride = gate_up->second,
-                         .down_stride = down->second};
-      experts.act = act_;
-      experts.memory = fused_;
-    }
-    ops.experts(mlp_ + "experts", std::move(experts),
-                shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
+    ops.call(
+        mlp_ + "experts", {x}, {},
+        [=, this](const Context& ctx, const Step&, const Rows& rows) {
+          sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x)) : multiply(ctx, rows(x));
+        },
+        shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
     if (!shape_.expert_bias) return;
     ops.call(mlp_ + "experts.down_proj_bias", {}, {},
              [this](const Context& ctx, const Step&, const Rows& rows) {
@@ -380,11 +366,10 @@ class MoeBlock : public Block {
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
                  shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0,
-                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0, fused_id_ = 0;
+                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0;
   int64_t max_tokens_ = 0;
-  int64_t router_bytes_ = 0, fused_bytes_ = 0;
+  int64_t router_bytes_ = 0;
   Tensor memory_;                    // of the router
-  Tensor fused_;                     // memory of fused_experts
   Tensor router_;                    // [E, H]; with a shared expert, its gate is one more row
   Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H]
   Tensor both_;                      // [P, 2 I] gate and up, unless is_plain

@@ -5,9 +5,7 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/arena.h"
@@ -36,8 +34,6 @@ class ExpertLinear {
   virtual void finish_loading(const Context&) {}
   // Bytes of one expert's weights; 0: unknown.
   virtual int64_t expert_bytes() const { return 0; }
-  // Packed weights of expert 0, and the bytes from one expert to the next. Null: not packed.
-  virtual std::optional<std::pair<PackedWeight, int64_t>> packed() const { return {}; }
   // As expert_gemm; gated if the config is.
   virtual void forward(const Context& ctx, const ExpertRows& rows) const = 0;
   // As sorted_gemm, for the rows of a prompt. Called only if has_sorted_gemm.

@@ -52,9 +52,6 @@ class PackedExperts : public ExpertLinear {
   }
 
   int64_t expert_bytes() const override { return weight_.num_bytes(); }
-  std::optional<std::pair<PackedWeight, int64_t>> packed() const override {
-    return std::pair{weight_, stride_};
-  }
   void forward(const Context& ctx, const ExpertRows& rows) const override {
     packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }

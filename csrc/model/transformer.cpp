@@ -1,10 +1,13 @@
 #include "model/transformer.h"
 
+#include <algorithm>
+
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
 #include "kernels/layer/norm_heads.h"
 #include "kernels/layer/softcap.h"
+#include "kernels/ranks/rank_gather.h"
 
 namespace cpmcu {
 
@@ -54,6 +57,14 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
   normed_id_ = plan.add_scratch("normed", max_tokens_ * row_bytes, kMixer, kMlp + 1);
   branch_id_ =
       plan.add_scratch("branch", has_branch_ ? max_tokens_ * row_bytes : 0, kMixer, kMlp + 3);
+  if (spec_.num_ranks > 1) {
+    part_id_ = plan.add_scratch("part", max_tokens_ * row_bytes, kMixer, kMlp + 3);
+  }
+  if (divides_head()) {
+    part_logits_id_ = plan.add_scratch(
+        "part_logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size / spec_.num_ranks, 0,
+        kSample);
+  }
   aux_hidden_id_ = plan.add_scratch(
       prefix_ + "aux_hidden",
       max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()), 0, kSample);
@@ -71,6 +82,11 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
   hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_tokens_, hidden});
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, hidden});
   if (has_branch_) branch_ = arena.tensor(branch_id_, spec_.dtype, {max_tokens_, hidden});
+  if (spec_.num_ranks > 1) part_ = arena.tensor(part_id_, spec_.dtype, {max_tokens_, hidden});
+  if (divides_head()) {
+    part_logits_ = arena.tensor(part_logits_id_, DType::kF32,
+                                {max_logit_rows_, spec_.vocab_size / spec_.num_ranks});
+  }
   aux_hidden_ =
       arena.tensor(aux_hidden_id_, spec_.dtype,
                    {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
@@ -98,6 +114,7 @@ void Transformer::finish_loading(const Context& ctx) {
 void Transformer::append(OpList& ops) const {
   const Value hidden = ops.value("hidden", hidden_), normed = ops.value("normed", normed_);
   const Value branch = has_branch_ ? ops.value("branch", branch_) : Value();
+  if (spec_.num_ranks > 1) ops.sum_over_ranks(ops.value("part", part_));
   ops.call(
       prefix_ + "model.embed_tokens", {}, {hidden},
       [=, this](const Context& ctx, const Step& step, const Rows& rows) {
@@ -148,10 +165,28 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) 
   return logits;
 }
 
+// Each rank has all rows of a dense head, since a draft may take any of them, and multiplies its
+// own.
+bool Transformer::divides_head() const {
+  const bool is_dense = head_ == nullptr || spec_.linear_method_of(prefix_ + "lm_head") == "dense";
+  return spec_.num_ranks > 1 && is_dense && spec_.vocab_size % (8 * spec_.num_ranks) == 0;
+}
+
 // The head uses the decode kernels in every phase: a row's logits never depend on the other rows.
 void Transformer::project(const Context& ctx, const Tensor& logits, const Tensor& normed,
                           float scale) const {
-  if (head_) {
+  if (!part_logits_.empty()) {
+    const Tensor weight = head_ ? head_->dense_weight() : embed_;
+    const int64_t columns = part_logits_.size(1), num_rows = logits.size(0);
+    const int64_t most = std::min(ctx.exchange->num_words / columns, part_logits_.size(0));
+    const Tensor own = weight.rows(ctx.exchange->rank * columns, columns);
+    for (int64_t row = 0; row < num_rows; row += most) {
+      const int64_t count = std::min(most, num_rows - row);
+      const Tensor part = part_logits_.rows(0, count);
+      skinny_gemm(ctx, {.y = part, .x = normed.rows(row, count), .w = own, .alpha = scale});
+      rank_gather(ctx, {.out = logits.rows(row, count), .part = part});
+    }
+  } else if (head_) {
     head_->forward(ctx, Phase::kDecode, logits, normed, scale, 0);
   } else {
     skinny_gemm(ctx, {.y = logits, .x = normed, .w = embed_, .alpha = scale});

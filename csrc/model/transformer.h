@@ -72,6 +72,7 @@ class Transformer {
   }
 
  private:
+  bool divides_head() const;
   void append(OpList& ops) const;
   RunOp copy_aux_hidden(int layer, const Value& hidden) const;
 
@@ -83,15 +84,17 @@ class Transformer {
   RmsNorm final_norm_;
   std::unique_ptr<LinearMethod> head_;  // null: tied to the embedding table
   MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, branch_id_ = 0, aux_hidden_id_ = 0,
-                 head_in_id_ = 0, logits_id_ = 0;
+                 head_in_id_ = 0, logits_id_ = 0, part_id_ = 0, part_logits_id_ = 0;
   int64_t max_tokens_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
-  Tensor embed_;       // [V, H]
-  Tensor hidden_;      // [T, H]
-  Tensor normed_;      // [T, H]
-  Tensor branch_;      // [T, H]: the output of a block whose output is normed
-  Tensor aux_hidden_;  // [T, layers * H]
-  Tensor head_in_;     // [head rows, H]
-  Tensor logits_;      // [R, V] float32
+  Tensor embed_;        // [V, H]
+  Tensor hidden_;       // [T, H]
+  Tensor normed_;       // [T, H]
+  Tensor branch_;       // [T, H]: the output of a block whose output is normed
+  Tensor part_logits_;  // [R, V / ranks] of this rank; empty: the head is not divided
+  Tensor part_;         // [T, H]: this rank's part of a block's output; empty: one rank
+  Tensor aux_hidden_;   // [T, layers * H]
+  Tensor head_in_;      // [head rows, H]
+  Tensor logits_;       // [R, V] float32
 
   Pass pass_;
   Schedule commit_{Phase::kDecode};

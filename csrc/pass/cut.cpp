@@ -78,20 +78,12 @@ class Cutter {
     int norm = -1;
     if (norm_ >= 0 && get<NormOp>(norm_).out == router.x) norm = std::exchange(norm_, -1);
     flush();
-    if (norm >= 0 && fuses_experts(place, router)) {
-      router_ = place, router_norm_ = norm;
-      return;
-    }
     launches_.push_back({.op = place, .ops = present({norm, place}), .norm = norm});
-  }
-
-  void add(int place, const ExpertsOp&) {
-    router_ >= 0 ? static_cast<void>(experts_ = place) : emit_alone(place);
   }
 
   void add(int place, const CombineOp& combine) {
     const int sum = take_sum(place, combine.y);
-    if (router_ < 0) flush();
+    flush();
     combine_ = place, combine_sum_ = sum;
     if (!fuses_) flush();
   }
@@ -117,6 +109,11 @@ class Cutter {
 
   void add(int place, const CallOp&) { emit_alone(place); }
 
+  void add(int place, const RankSumOp&) {
+    flush();
+    combine_ = place;
+  }
+
   // ---- parts
 
   // The sum after the op at `place`, if it adds y.
@@ -134,6 +131,7 @@ class Cutter {
     return stage.sum < 0 ? get<LinearOp>(stage.linear).y : get<SumOp>(stage.sum).hidden;
   }
   const Value& combined() const {
+    if (const RankSumOp* sum = op(combine_).as<RankSumOp>()) return sum->hidden;
     return combine_sum_ < 0 ? get<CombineOp>(combine_).y : get<SumOp>(combine_sum_).hidden;
   }
 
@@ -174,17 +172,6 @@ class Cutter {
     return get<AttentionOp>(launches_[static_cast<size_t>(attention_)].op).out;
   }
 
-  // Whether a router, with a norm before it, the experts and their sum are one launch. Nothing else
-  // may read the rows of the norm, because the launch does not write them.
-  bool fuses_experts(int place, const RouterOp& router) const {
-    if (!fuses_ || place + 2 >= num_ops()) return false;
-    const ExpertsOp* experts = op(place + 1).as<ExpertsOp>();
-    const CombineOp* combine = op(place + 2).as<CombineOp>();
-    return experts != nullptr && combine != nullptr && experts->weights.gate_up.blocks != nullptr &&
-           experts->x == router.x && !is_read_after(place + 1, router.x) &&
-           can_fuse_experts(experts->weights, router.params, combine->params);
-  }
-
   static std::vector<int> present(std::initializer_list<int> places) {
     std::vector<int> all;
     for (const int place : places) {
@@ -219,12 +206,8 @@ class Cutter {
     if (combine_ >= 0) {
       Launch launch{.op = std::exchange(combine_, -1),
                     .sum = std::exchange(combine_sum_, -1),
-                    .norm = std::exchange(combine_norm_, -1),
-                    .router = std::exchange(router_, -1),
-                    .router_norm = std::exchange(router_norm_, -1),
-                    .experts = std::exchange(experts_, -1)};
-      launch.ops = present(
-          {launch.router_norm, launch.router, launch.experts, launch.op, launch.sum, launch.norm});
+                    .norm = std::exchange(combine_norm_, -1)};
+      launch.ops = present({launch.op, launch.sum, launch.norm});
       launches_.push_back(std::move(launch));
     } else if (!stages_.empty()) {
       emit_stages();
@@ -282,9 +265,8 @@ class Cutter {
   std::vector<Launch> launches_;
   std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order
 
-  // The ops that are collected and not launched yet: a combine, perhaps with the router and the
-  // experts before it, or stages. -1: none.
-  int router_ = -1, router_norm_ = -1, experts_ = -1;
+  // The ops that are collected and not launched yet: a combine or a sum over ranks, or stages. -1:
+  // none.
   int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
   std::vector<FusedStage> stages_;
   FusedForm weight_;         // of the first stage
@@ -294,8 +276,8 @@ class Cutter {
   std::vector<int> copies_;  // after the launch
 };
 
-constexpr std::array kKinds{"linear",  "sum",     "norm",     "rotary_kv", "attention", "router",
-                            "experts", "combine", "compress", "copy",      "call"};
+constexpr std::array kKinds{"linear",  "sum",      "norm", "rotary_kv", "attention",     "router",
+                            "combine", "compress", "copy", "call",      "sum over ranks"};
 static_assert(kKinds.size() == std::variant_size_v<decltype(Op::what)>);
 
 }  // namespace
@@ -311,9 +293,7 @@ std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target) 
     const bool fused = !launch.stages.empty();
     const Op& main = at(fused ? launch.stages.front().linear : launch.op);
     LaunchRow row{.layer = main.layer,
-                  .kind = fused                ? "fused layer"
-                          : launch.router >= 0 ? "experts"
-                                               : kKinds[main.what.index()],
+                  .kind = fused ? "fused layer" : kKinds[main.what.index()],
                   .parts = {},
                   .weight_bytes = 0};
     for (const int place : launch.ops) {

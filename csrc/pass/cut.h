@@ -8,11 +8,11 @@
 //                   attention splits that it reads; after the last one, rotary_kv of its output
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
-//   experts         these two and the experts between them, if fused_experts can run them
 //
-// Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Two
-// rules hold everywhere. A sum is part of the op before it. If no other op lies between, compressed
-// keys of layers with equal shapes are one launch.
+// Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Three
+// rules hold everywhere. A sum is part of the op before it. The norm after a sum over ranks is part
+// of that sum. If no other op lies between, compressed keys of layers with equal shapes are one
+// launch.
 //
 // The choice depends on the ops and the target, never on the rows of a step.
 #pragma once
@@ -47,7 +47,6 @@ struct Launch {
   std::vector<int> ops{};       // all ops of the launch, in order
   int sum = -1, norm = -1;      // parts of `op`
   bool leaves_combine = false;  // attention: the next fused layer combines the splits
-  int router = -1, router_norm = -1, experts = -1;  // before `op`, of fused_experts
 
   std::vector<FusedStage> stages{};       // of a fused layer; empty: not fused
   int attention = -1;                     // before the first stage

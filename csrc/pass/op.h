@@ -14,7 +14,8 @@
 #include "kernels/attention/sparse.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/rotary_kv.h"
-#include "kernels/moe/fused_experts.h"
+#include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
 #include "kernels/step/step.h"
 #include "linear/linear.h"
 
@@ -54,6 +55,12 @@ struct SumOp {
   Value hidden, y;
 };
 
+// hidden += the sum of all ranks' parts. Without `adds`, hidden is overwritten.
+struct RankSumOp {
+  Value hidden, part;
+  bool adds = true;
+};
+
 struct NormOp {
   Value out, x;
   RmsNormParams params;  // without out and x
@@ -74,15 +81,6 @@ struct AttentionOp {
 struct RouterOp {
   Value x;
   MoeRouterParams params;  // logits of the largest group; without x and norm
-};
-
-// Gate, up and down of the experts that the router chose.
-struct ExpertsOp {
-  Value x;
-  RunOp run;
-  FusedExpertsWeights weights{};  // blocks null: the experts can't be part of fused_experts
-  Tensor act{};                   // of the largest group
-  Tensor memory{};                // of fused_experts
 };
 
 // y += the weighted sum of the experts' results.
@@ -115,8 +113,8 @@ struct Op {
   int section = 0;           // of groups (OpList::begin_groups); 0: none
   int64_t group_rows = 0;    // of that section
   int64_t weight_bytes = 0;  // read for one token; 0: unknown or none
-  std::variant<LinearOp, SumOp, NormOp, RotaryOp, AttentionOp, RouterOp, ExpertsOp, CombineOp,
-               CompressOp, LayerInputOp, CallOp>
+  std::variant<LinearOp, SumOp, NormOp, RotaryOp, AttentionOp, RouterOp, CombineOp, CompressOp,
+               LayerInputOp, CallOp, RankSumOp>
       what;
 
   template <typename Kind>

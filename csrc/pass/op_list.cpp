@@ -23,11 +23,11 @@ Access access_of(const Op& op) {
                         [](const RotaryOp& o) { return Access{{o.qkv}, {o.qkv}}; },
                         [](const AttentionOp& o) { return Access{{o.qkv}, {o.out}}; },
                         [](const RouterOp& o) { return Access{{o.x}, {}}; },
-                        [](const ExpertsOp& o) { return Access{{o.x}, {}}; },
                         [](const CombineOp& o) { return Access{{o.y}, {o.y}}; },
                         [](const CompressOp&) { return Access{}; },
                         [](const LayerInputOp& o) { return Access{{o.hidden}, {}}; },
                         [](const CallOp& o) { return Access{o.reads, o.writes}; },
+                        [](const RankSumOp& o) { return Access{{o.hidden, o.part}, {o.hidden}}; },
                     },
                     op.what);
 }
@@ -90,6 +90,10 @@ void OpList::gated(const std::string& name, const LinearMethod& method, const Va
 
 void OpList::add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
                         const Value& x, float alpha, bool adds) {
+  if (part_.id >= 0) {
+    linear(name, method, part_, x, alpha);
+    return append("sum over ranks", RankSumOp{hidden, part_, adds});
+  }
   if (!adds) return linear(name, method, hidden, x, alpha);
   const Value y = term();
   linear(name, method, y, x, alpha);
@@ -109,10 +113,6 @@ void OpList::attention(const std::string& name, AttentionOp op) { append(name, s
 
 void OpList::router(const std::string& name, const Value& x, const MoeRouterParams& params) {
   append(name, RouterOp{x, params}, params.w.num_bytes());
-}
-
-void OpList::experts(const std::string& name, ExpertsOp op, int64_t weight_bytes) {
-  append(name, std::move(op), weight_bytes);
 }
 
 void OpList::combine(const std::string& name, const Value& hidden, const MoeCombineParams& params,

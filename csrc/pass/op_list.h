@@ -27,20 +27,24 @@ class OpList {
   void begin_groups(int64_t rows);
   void end_groups() { group_rows_ = 0; }
 
+  // add_linear writes its result to `part` [T, H], and an op of its own sums the parts of all
+  // ranks. For the layers of a model that is divided among GPUs.
+  void sum_over_ranks(const Value& part) { part_ = part; }
+
   // y = alpha * method(x).
   void linear(const std::string& name, const LinearMethod& method, const Value& y, const Value& x,
               float alpha = 1);
   // out = method(x) of a gated method; `gate_up` is scratch.
   void gated(const std::string& name, const LinearMethod& method, const Value& out,
              const Value& gate_up, const Value& x);
-  // hidden += alpha * method(x), as two ops. Without `adds` one op: hidden = alpha * method(x).
+  // hidden += alpha * method(x), as two ops. Without `adds` hidden is overwritten, and only a sum
+  // over ranks is an op of its own.
   void add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
                   const Value& x, float alpha, bool adds);
   void norm(const std::string& name, const Value& out, const Value& x, const RmsNormParams& params);
   void rotary(const std::string& name, const Value& qkv, const RotaryKvParams& params);
   void attention(const std::string& name, AttentionOp op);
   void router(const std::string& name, const Value& x, const MoeRouterParams& params);
-  void experts(const std::string& name, ExpertsOp op, int64_t weight_bytes);
   // As add_linear. Without `adds` the values of `hidden` are 0 before.
   void combine(const std::string& name, const Value& hidden, const MoeCombineParams& params,
                bool adds);
@@ -62,6 +66,7 @@ class OpList {
   int layer_ = -1, num_sections_ = 0;
   int64_t group_rows_ = 0;
   std::string prefix_;
+  Value part_{};                    // id -1: the sums are over one rank
   std::vector<std::string> names_;  // of values
   std::vector<Op> ops_;
 };

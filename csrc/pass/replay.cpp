@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/ranks/rank_sum.h"
+
 namespace cpmcu {
 namespace {
 
@@ -77,25 +79,15 @@ class Replay {
     }
   }
 
-  // `norm`: the place of the norm before the router; -1: none.
-  MoeRouterParams router_params(int place, int norm, const Rows& rows) const {
-    const RouterOp& router = get<RouterOp>(place);
+  void run(const Launch& launch, const RouterOp& router, const Rows& rows) const {
     MoeRouterParams params = router.params;
     params.x = rows(router.x);
     params.logits = params.logits.rows(0, rows.count);
-    if (norm >= 0 && rows.first == 0) {  // the first group norms all rows
-      const bool in_group = op(norm).section == op(place).section;
-      params.norm = norm_params(norm, in_group ? rows : all_);
+    if (launch.norm >= 0 && rows.first == 0) {  // the first group norms all rows
+      const bool in_group = op(launch.norm).section == op(launch.op).section;
+      params.norm = norm_params(launch.norm, in_group ? rows : all_);
     }
-    return params;
-  }
-
-  void run(const Launch& launch, const RouterOp&, const Rows& rows) const {
-    moe_router(ctx_, router_params(launch.op, launch.norm, rows));
-  }
-
-  void run(const Launch&, const ExpertsOp& experts, const Rows& rows) const {
-    experts.run(ctx_, step_, rows);
+    moe_router(ctx_, params);
   }
 
   void run(const Launch& launch, const CombineOp& combine, const Rows& rows) const {
@@ -108,16 +100,7 @@ class Replay {
     }
     const bool is_whole = rows.count == all_.count;
     if (launch.norm >= 0 && is_whole) params.norm = norm_params(launch.norm, rows);
-    if (launch.router < 0) {
-      moe_combine(ctx_, params);
-    } else {
-      const ExpertsOp& experts = get<ExpertsOp>(launch.experts);
-      fused_experts(ctx_, {.router = router_params(launch.router, launch.router_norm, rows),
-                           .weights = experts.weights,
-                           .act = experts.act.rows(0, rows.count * params.routing.top_k),
-                           .combine = params,
-                           .memory = experts.memory});
-    }
+    moe_combine(ctx_, params);
     if (launch.norm < 0 || is_whole || rows.first + rows.count < all_.count) return;
     rms_norm(ctx_, norm_params(launch.norm, all_));  // after the last group
   }
@@ -137,6 +120,12 @@ class Replay {
 
   void run(const Launch&, const CallOp& call, const Rows& rows) const {
     call.run(ctx_, step_, rows);
+  }
+
+  void run(const Launch& launch, const RankSumOp& sum, const Rows& rows) const {
+    RankSumParams params{.hidden = rows(sum.hidden), .part = rows(sum.part), .adds = sum.adds};
+    if (launch.norm >= 0) params.norm = norm_params(launch.norm, rows);
+    rank_sum(ctx_, params);
   }
 
   // ---- fused layers

@@ -10,7 +10,6 @@ is by a random router, nearly uniform.
 | down | down of the chosen experts, without early weights |
 | combine | the weighted sum and the next norm |
 | block | the four launches in a row, down with early weights |
-| fused | the same as one launch (`fused_experts`), up to 8 tokens |
 
 The share of the roofline is the time of the chosen experts' bytes (of the router's for its part) at
 the read bandwidth of this run. A share of `combine` would say nothing: it reads no weights.
@@ -34,7 +33,7 @@ ops = C.ops
 DTYPE = "bfloat16"
 TOKENS = [1, 2, 4, 8, 16, 32, 64]
 BLOCK_BYTES = 16384 + 512
-PARTS = ["router", "gate_up", "down", "combine", "block", "fused"]
+PARTS = ["router", "gate_up", "down", "combine", "block"]
 
 
 def blocks(n: int, k: int) -> int:
@@ -63,8 +62,6 @@ class Layer:
         self.out = ops.Array(ctx, [pairs, hidden], "float32")
         self.normed = ops.Array(ctx, [tokens, hidden], DTYPE)
         self.memory = raw(ctx, np.zeros(ops.moe_router_bytes(tokens, shape.experts), np.uint8))
-        size = ops.fused_experts_bytes(shape.experts, shape.top_k, shape.width, hidden)
-        self.fused_memory = raw(ctx, np.zeros(size, np.uint8))
 
     def router(self) -> None:
         ops.moe_router(
@@ -95,14 +92,6 @@ class Layer:
         self.gate_up()
         self.down(early=True)
         self.combine()
-
-    def fused(self) -> None:
-        ops.fused_experts(
-            self.ctx, self.hidden, self.x, self.logits, self.router_w, self.routing, self.act,
-            self.out, self.gate_up_w, self.down_w, memory=self.fused_memory,
-            router_memory=self.memory, norm_weight=self.norm_weight, normed=self.normed,
-            next_weight=self.norm_weight, scale=0.0, scale_dtype=DTYPE,
-        )  # fmt: skip
 
     def active_experts(self) -> int:
         return int(self.routing.num_active.numpy().item())
@@ -168,7 +157,7 @@ class Bench:
         """Microseconds of reading each part's weights."""
         gate_up, down = (active * each for each in self.expert_bytes)
         parts = {"router": float(self.router_bytes), "gate_up": gate_up, "down": down}
-        parts["block"] = parts["fused"] = sum(parts.values())
+        parts["block"] = sum(parts.values())
         return {part: size / bandwidth / 1e3 for part, size in parts.items()}
 
 

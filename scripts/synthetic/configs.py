@@ -247,6 +247,12 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
     "vocab_size": 128256,
 }
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
 MINICPM4_8B = {
     "hidden_size": 4096,
     "num_attention_heads": 32,

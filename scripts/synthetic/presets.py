@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from scripts.synthetic.configs import (
     LLAMA_8B,
+    LLAMA_70B,
     LONGROPE_64,
     MINICPM4_8B,
     QWEN3,
@@ -73,6 +74,10 @@ PRESETS: dict[str, Preset] = {
     ),
     "llama3.1-8b": Preset(
         llama(**LLAMA_8B, num_hidden_layers=32),
+        generation(128000, [128001, 128008, 128009], do_sample=True, temperature=0.6, top_p=0.9),
+    ),
+    "llama3.3-70b": Preset(
+        llama(**LLAMA_70B, num_hidden_layers=80),
         generation(128000, [128001, 128008, 128009], do_sample=True, temperature=0.6, top_p=0.9),
     ),
     "ministral-8b": Preset(

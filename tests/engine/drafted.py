@@ -84,10 +84,19 @@ class Models:
     """Targets, drafts and their engines, on one device.
 
     `changes`: to the targets' config.json. `query_scale`: multiplies the targets' queries.
+    `num_ranks`: tensor_parallel_size of their engines.
     """
 
-    def __init__(self, root: Path, device: str, query_scale: float = 1.0, **changes: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        device: str,
+        query_scale: float = 1.0,
+        num_ranks: int = 1,
+        **changes: Any,
+    ) -> None:
         self.query_scale = query_scale
+        self.num_ranks = num_ranks
         self.changes = {"max_position_embeddings": CONTEXT, **changes}
         self.root, self.device = root, device
         self.dtype = "bfloat16" if device == "cuda" else "float32"
@@ -152,6 +161,7 @@ class Models:
         target = self.target(family).directory
         speculation = {"no_speculation": True} if speculation is None else speculation
         config = {"max_num_seqs": 1, "chunk_length": 128, "num_threads": 1, **config}
+        config.setdefault("tensor_parallel_size", self.num_ranks)
         return load_model(
             str(target),
             config=EngineConfig(

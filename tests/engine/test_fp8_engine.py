@@ -51,6 +51,15 @@ def test_speculation_changes_no_token(fp8_models: Models, kind: str, tree: str) 
         assert got == fp8_models.plain("llama", ids, COUNT, **SAMPLINGS[name]), (len(ids), name)
 
 
+def test_speculation_and_chunks_with_sinks_change_no_token(fp8_models: Models) -> None:
+    root = fp8_models.root / "sinks"
+    models = Fp8Models(root, fp8_models.device, num_hidden_layers=2, sliding_window=40)
+    drive = Drive(models.drafted("itself", "gptoss", TREES["narrow"]), ahead=2)
+    for ids, name in ((SEVERAL[0], "greedy"), (SEVERAL[-1], "seeded"), (PROMPTS[-1], "greedy")):
+        expected = models.plain("gptoss", ids, COUNT, **SAMPLINGS[name])
+        assert drive.one(ids, COUNT, chunk=17, **SAMPLINGS[name]) == expected
+
+
 @pytest.mark.parametrize("window", [0, 40])
 def test_chunks_change_no_token(fp8_models: Models, window: int) -> None:
     family = "mistral" if window else "llama"

@@ -216,6 +216,23 @@ def test_trees(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (64, 8, 64)])
+@pytest.mark.parametrize(("name", "window"), [(DECODE, 0), (DECODE, 128), (PREFILL, 128)])
+def test_sinks(
+    device: str, dtype: str, name: str, window: int, heads: tuple[int, int, int]
+) -> None:
+    step = Step(lengths=[0, 63, 130, 700], counts=[1, 2, 9, 3])
+    Fp8Case(step, *heads, dtype, window=window, with_sinks=True).check(name, device)
+    if name == DECODE:
+        rng = np.random.default_rng(1)
+        tree = Step(
+            lengths=[5, 200], counts=[12, 33], masks=[random_tree(rng, n) for n in (12, 33)]
+        )
+        case = Fp8Case(tree, *heads, dtype, window=window, with_sinks=True, by_position=True)
+        case.check(name, device)
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("heads", HEADS[:3])
 def test_prefill_chunks(device: str, dtype: str, heads: tuple[int, int, int]) -> None:
     step = Step(lengths=[0, 64, 100], counts=[200, 130, 37])
@@ -280,9 +297,10 @@ def test_tree_nodes_of_long_contexts_equal_plain_decoding(
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_do_not_depend_on_the_step(device: str, dtype: str, name: str) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_tokens_do_not_depend_on_the_step(device: str, dtype: str, name: str, sinks: bool) -> None:
     lengths, counts = [0, 60, 100, 300], [64, 10, 1, 33]
-    case = Fp8Case(Step(lengths, counts), 4, 2, 128, dtype)
+    case = Fp8Case(Step(lengths, counts), 4, 2, 128, dtype, with_sinks=sinks)
     whole = case.run(name, device).numpy()
     for begin, end in pairwise(case.step.begins.tolist()):
         for first in {begin, (begin + end) // 2, end - 1}:

@@ -164,3 +164,47 @@ MISTRAL_NAMED = _MISTRAL_TURNS.replace(
 {%- endfor %}
 """,
 )
+
+# The prompt closes the thought only if that is asked for. Nested keys have quotes,
+# unlike those of the published template.
+GEMMA4 = """
+{%- macro write(value) -%}
+{%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+{%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+{%- elif value is mapping -%}
+{{- '{' -}}
+{%- for key, each in value | dictsort -%}
+{{- ',' if not loop.first -}}{{- '<|"|>' + key + '<|"|>:' -}}{{- write(each) -}}
+{%- endfor -%}
+{{- '}' -}}
+{%- elif value is sequence -%}
+{{- '[' -}}
+{%- for each in value -%}{{- ',' if not loop.first -}}{{- write(each) -}}{%- endfor -%}
+{{- ']' -}}
+{%- else -%}{{- value -}}{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages %}
+{{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- if message.tool_calls and message.reasoning_content %}
+{{- '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}
+{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<|tool_call>call:' + call.function.name + '{' }}
+{%- if call.function.arguments is mapping %}
+{%- for key, value in call.function.arguments | dictsort %}
+{{- ',' if not loop.first }}{{- key + ':' }}{{- write(value) }}
+{%- endfor %}
+{%- else %}
+{{- call.function.arguments }}
+{%- endif %}
+{{- '}<tool_call|>' }}
+{%- endfor %}
+{{- message.content }}{{- '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|turn>model\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<|channel>thought\\n<channel|>' }}
+{%- endif %}
+{%- endif %}
+"""

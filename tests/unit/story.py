@@ -31,7 +31,9 @@ class StoryEngine(FakeEngine):
         ids = byte_level().encode(STORY * 50).ids
         super().__init__(lambda stream, position: ids[position], **options)
 
-    def memory_plan(self) -> list[dict[str, object]]:
+    num_ranks = 1
+
+    def memory_plan(self, rank: int = 0) -> list[dict[str, object]]:
         return [{"name": "kv", "offset": 0, "bytes": 1 << 20, "first": 0, "last": 1, "group": "kv"}]
 
 

@@ -91,6 +91,102 @@ def test_harmony(text, thought, content, calls, cuts):
     assert inside.push("a", final=False) == ("a", "") and inside.inside
 
 
+START, CONSTRAINED = f"{END}<|start|>assistant", f"commentary <|constrain|>json{MESSAGE}"
+TO_F = f" to=functions.f{CHANNEL}"
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content", "calls"),
+    [
+        (f"{CHANNEL}final{MESSAGE}4{END}", "", "4", []),
+        (
+            f'{CHANNEL}analysis{MESSAGE}a{START}{TO_F}{CONSTRAINED}{{"a": 1}}<|call|>',
+            "a",
+            "",
+            [("f", {"a": 1})],
+        ),
+        (f'{TO_F}commentary{MESSAGE}{{"a": 1}}<|call|>', "", "", [("f", {"a": 1})]),
+        (
+            f"{CHANNEL}analysis{MESSAGE}a{START}{CHANNEL}commentary{MESSAGE}b{START}{TO_F}"
+            f"{CONSTRAINED}{{}}<|call|><|start|>assistant{TO_F}{CONSTRAINED}"
+            '{"a": "c <|d|> \\"e\\""}<|call|>',
+            "a",
+            "b",
+            [("f", {}), ("f", {"a": 'c <|d|> "e"'})],
+        ),
+        (
+            f"{CHANNEL}analysis{MESSAGE}a{START}{CHANNEL}analysis{MESSAGE}b{START}{CHANNEL}final"
+            f"{MESSAGE}c{{{END}",
+            "ab",
+            "c{",
+            [],
+        ),
+        (
+            f"{CHANNEL}analysis{MESSAGE}a{START}{TO_F}analysis <|constrain|>json{MESSAGE}"
+            '{"a": 1}<|call|>',
+            "a",
+            "",
+            [("f", {"a": 1})],
+        ),
+    ],
+)
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 250), max_size=12))
+def test_answers_as_openai_harmony_writes_them(text, thought, content, calls, cuts):
+    """The texts are those that openai-harmony 0.0.8 renders; it reads the same messages in them."""
+    parser, tools = find_reasoning_parser("harmony", None), find_tool_format("harmony", None)
+    assert parser is not None and tools is not None
+    answer = AnswerParser(parser(), tools.make({"f": {}}))
+    assert parsed(answer, pieces(text, cuts)) == (thought, content, calls)
+
+
+GEMMA = "<|tool_call>call:f{", "}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ("", {}),
+        ("a:1", {"a": 1}),
+        (" a : -1.5e3 , b:true,c:None ", {"a": -1500.0, "b": True, "c": None}),
+        ('a:<|"|>x, y}]:"\\n<|"|>,b:<|"|><|"|>', {"a": 'x, y}]:"\\n', "b": ""}),
+        (
+            'a:{b:[1,[],{<|"|>c d<|"|>:null}],e:{}},f:word',
+            {"a": {"b": [1, [], {"c d": None}], "e": {}}, "f": "word"},
+        ),
+        ("text:5,number:6", {"text": "5", "number": 6}),
+        ("a:", None),
+        ("a", None),
+        ("a:1 b:2", {"a": "1 b:2"}),
+        ("a:[1", None),
+        ('a:<|"|>x', None),
+        ("a:1}x{", None),
+        ("a:" + 70 * "[" + 70 * "]", None),
+    ],
+)
+@settings(max_examples=15)
+@given(cuts=st.lists(st.integers(0, 250), max_size=8))
+def test_gemma4(inner, arguments, cuts):
+    """A text without the form of a call is content."""
+    call = f"{GEMMA[0]}{inner}{GEMMA[1]}"
+    text = f"<|channel>thought\nplan\n<channel|>So {call}{call}"
+    parser, tools = find_reasoning_parser("gemma4", None), find_tool_format("gemma4", None)
+    assert parser is not None and tools is not None
+    properties = {"text": {"type": "string"}, "number": {"type": "integer"}}
+    answer = AnswerParser(parser(), tools.make({"f": {"properties": properties}}))
+    content, calls = f"So {call}{call}", []
+    if arguments is not None:
+        content, calls = "So ", [("f", arguments)] * 2
+    assert parsed(answer, pieces(text, cuts)) == ("plan", content, calls)
+
+
+def test_a_call_of_gemma4_that_is_cut_off_is_content():
+    tools = find_tool_format("auto", "<|tool_call>call:")
+    assert tools is not None and tools.name == "gemma4"
+    text = f"{GEMMA[0]}a:1"
+    assert parsed(AnswerParser(None, tools.make({})), [text]) == ("", text, [])
+
+
 def test_whether_the_prompt_began_to_think():
     is_open = ThinkParser.is_open
     assert is_open("<|assistant|><think>\n")

@@ -236,6 +236,7 @@ def test_common_experts_need_their_embeddings(tmp_path: Path) -> None:
         ("minicpm4-8b", 8.19),
         ("minicpm4-0.5b", 0.434),
         ("llama3.1-8b", 8.03),
+        ("llama3.3-70b", 70.55),
         ("ministral-8b", 8.49),
         ("ministral-14b", 13.51),
         ("qwen3-8b", 8.19),

@@ -25,6 +25,7 @@ FAMILIES = {
     "MINICPM4": ("minicpm4", "<|im_end|>\n", False, True),
     "MINICPM5": ("minicpm5", "<|im_end|>\n", True, True),
     "LLAMA31": ("llama3_json", "<|eot_id|>", False, False),
+    "GEMMA4": ("gemma4", "<turn|>\n", True, True),
     "MISTRAL_LIST": ("mistral", "</s>", False, True),
     "MISTRAL_NAMED": ("mistral", "</s>", True, True),
 }
@@ -116,7 +117,7 @@ def test_the_parser_reads_what_the_template_writes(family, calls, cuts, before):
     assert [(n, same(a)) for n, a in found] == [(n, same(a)) for n, a in calls]
 
 
-@pytest.mark.parametrize("family", ["QWEN3", "QWEN35", "MINICPM5"])
+@pytest.mark.parametrize("family", ["QWEN3", "QWEN35", "MINICPM5", "GEMMA4"])
 @settings(max_examples=10, deadline=None)
 @given(
     reasoning=st.text(CHARACTERS, min_size=1, max_size=20),
@@ -171,6 +172,8 @@ def test_reasoning_of_earlier_turns_is_dropped(family):
         ("QWEN35", False, False, True),
         ("QWEN3", None, False, False),
         ("QWEN3", False, False, True),
+        ("GEMMA4", None, False, False),
+        ("GEMMA4", False, False, True),
         ("MINICPM5", None, False, False),
         ("MINICPM5", True, True, False),
         ("MINICPM5", False, False, True),
@@ -194,3 +197,19 @@ def test_a_conversation_goes_on_after_a_malformed_call(family, arguments):
     text = answer_text(getattr(family_templates, family), message, FAMILIES[family][1])
     assert "f2" in text
     assert arguments in text.replace('\\"', '"')
+
+
+def test_text_before_a_call_may_end_its_reasoning():
+    """gpt-oss's template refuses a message with calls, text and reasoning."""
+    source = """
+    {%- for message in messages %}
+    {%- if message.tool_calls and message.content and message.thinking %}
+    {{- raise_exception('both') }}
+    {%- elif message.tool_calls %}
+    {{- '[' + message.thinking + '|' + message.content + ']' }}
+    {%- else %}
+    {{- message.content }}
+    {%- endif %}
+    {%- endfor %}"""
+    message = as_message([("f2", {})], reasoning_content="a", content="b")
+    assert answer_text(source, message, "") == "[a\n\nb|]"

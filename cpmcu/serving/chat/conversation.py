@@ -130,6 +130,9 @@ def render(
         except ChatTemplateError:
             if not any(message.tool_calls for message in messages):
                 raise
+            if _join_thoughts(plain):
+                with contextlib.suppress(ChatTemplateError):
+                    return rendered(plain)  # gpt-oss: reasoning or text before a call, not both
             as_text = [message.to_template(arguments_as_text=True) for message in messages]
             with contextlib.suppress(ChatTemplateError):
                 return rendered(as_text)  # some templates concatenate arguments as text
@@ -181,6 +184,16 @@ def _one(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One message with the texts of all."""
     texts = [joined(message).get("content") or "" for message in messages]
     return {**messages[0], "content": "\n\n".join(filter(None, texts))}
+
+
+def _join_thoughts(messages: Sequence[dict[str, Any]]) -> bool:
+    """Makes the text before calls the end of the reasoning. False: no message has both."""
+    both = [m for m in messages if m.get("tool_calls") and m.get("thinking") and m.get("content")]
+    for message in both:
+        text = joined(message)["content"]
+        message["thinking"] = message["reasoning_content"] = f"{message['thinking']}\n\n{text}"
+        message["content"] = ""
+    return bool(both)
 
 
 def _wrap_texts(messages: Sequence[dict[str, Any]]) -> bool:

@@ -21,6 +21,7 @@
 namespace cpmcu::cuda {
 
 void attention_splits_fp8(const Context& ctx, const AttentionParams& params);
+void attention_splits_fp8_sinks(const Context& ctx, const AttentionParams& params);
 void attention_splits_sinks(const Context& ctx, const AttentionParams& params);
 void attention_splits_wide(const Context& ctx, const AttentionParams& params);
 
@@ -54,8 +55,11 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
         "attention_decode: scratch is {} {}, expected {} elements of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
   if (params.head_dim == 512) return attention_splits_wide(ctx, params);
-  if (!params.k_scales.empty()) return attention_splits_fp8(ctx, params);
-  if (!params.sinks.empty()) return attention_splits_sinks(ctx, params);
+  const bool is_fp8 = !params.k_scales.empty();
+  if (!params.sinks.empty()) {
+    return is_fp8 ? attention_splits_fp8_sinks(ctx, params) : attention_splits_sinks(ctx, params);
+  }
+  if (is_fp8) return attention_splits_fp8(ctx, params);
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
       launch_all_splits<decltype(element), dim.value, false>(ctx, params);

@@ -279,7 +279,10 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
     if (!params.sinks.empty()) {
       dispatch_int<64, 128>(
           "attention_prefill with sinks: head_dim", params.head_dim, [&](auto dim) {
-            launch_prefill<PrefillConfig<decltype(element), dim.value, false, true>>(ctx, params);
+            using T = decltype(element);
+            params.k_scales.empty()
+                ? launch_prefill<PrefillConfig<T, dim.value, false, true>>(ctx, params)
+                : launch_prefill<PrefillConfig<T, dim.value, true, true>>(ctx, params);
           });
       return;
     }

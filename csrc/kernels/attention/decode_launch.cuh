@@ -55,7 +55,6 @@ void launch_splits(const Context& ctx, const AttentionParams& params, Kernel ker
   // memory. Two CTAs on one SM would be slower.
   const size_t one_cta_bytes = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
   const int num_ctas = static_cast<int>(grid.x * grid.y * grid.z);
-  ctx.restart_overlap();
   allow_shared_bytes(kernel, one_cta_bytes);
   launch(ctx, kernel, grid, Config::kThreads,
          num_ctas <= ctx.sm_count ? one_cta_bytes : sizeof(Smem),

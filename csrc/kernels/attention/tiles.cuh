@@ -104,10 +104,10 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   CHECK(p.k_scales.empty() || p.selection.empty(),
         "{}: sparse attention has an fp8 cache, expected {} like qkv", op, name_of(p.qkv.dtype()));
   CHECK(p.sinks.empty() ||
-            (p.sinks.dtype() == DType::kF32 && p.k_scales.empty() && p.selection.empty() &&
+            (p.sinks.dtype() == DType::kF32 && p.selection.empty() &&
              p.sinks.num_elements() == p.num_heads && (p.head_dim == 64 || p.head_dim == 128)),
-        "{}: sinks are {} {} with heads of {}, expected float32 [{}], heads of 64 or 128, a cache "
-        "of 16 bits and no selection",
+        "{}: sinks are {} {} with heads of {}, expected float32 [{}], heads of 64 or 128, and no "
+        "selection",
         op, name_of(p.sinks.dtype()), p.sinks.shape_text(), p.head_dim, p.num_heads);
   CHECK(p.scale > 0, "{}: scale is {}, expected a positive number", op, p.scale);
   CHECK(p.window >= 0, "{}: window is {}, expected 0 or more", op, p.window);

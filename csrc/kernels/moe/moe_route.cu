@@ -49,8 +49,7 @@ __global__ void __launch_bounds__(kFewThreads)
   ptx::pdl_launch();
   ptx::pdl_wait();
   const auto logits_of = [&](int token) { return StoredLogits{logits + token * stride}; };
-  __shared__ RouteScratch<kFewThreads> scratch;
-  route_few<kHeld>(logits_of, num_tokens, renormalise, routing, scratch);
+  route_few<kHeld, kFewThreads>(logits_of, num_tokens, renormalise, routing);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing routing) {

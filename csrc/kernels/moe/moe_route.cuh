@@ -2,7 +2,6 @@
 // moe_router share it.
 #pragma once
 
-#include "core/ptx.cuh"
 #include "core/reduce.cuh"
 #include "kernels/moe/moe_route.h"
 
@@ -37,37 +36,6 @@ struct StoredLogits {
     for (int i = 0; i < kHeld; ++i) {
       const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
       held[i] = expert < num_experts ? logits[expert] : -INFINITY;
-    }
-  }
-};
-
-// Logits of a token that other CTAs send.
-struct SentLogits {
-  const uint64_t* messages;
-  uint32_t launch;
-
-  template <int kHeld>
-  __device__ __forceinline__ void load(float (&held)[kHeld], int num_experts) const {
-    uint64_t message[kHeld];
-    bool complete;
-    do {
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
-        if (expert < num_experts) message[i] = ptx::load_relaxed8(messages + expert);
-      }
-      complete = true;
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
-        if (expert < num_experts && message[i] >> 32 != launch) complete = false;
-      }
-    } while (!complete);
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
-      held[i] =
-          expert < num_experts ? __uint_as_float(static_cast<uint32_t>(message[i])) : -INFINITY;
     }
   }
 };
@@ -119,20 +87,11 @@ __device__ __forceinline__ Choice choose(const Logits& logits, const Routing& ro
   return {expert, weight / sum};
 }
 
-// The shared memory of a CTA that chooses and sorts.
-template <int kThreads>
-struct RouteScratch {
-  int chosen[kMaxTopK];                       // all that one token needs
-  unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
-  int first_of[kMaxExperts];                  // place of the expert's first pair
-  uint32_t before_warp[kThreads / 32 + 1];
-};
-
 // Chooses for one token. All kThreads threads of a CTA call it. The warp that chooses also sorts.
 template <int kHeld, int kThreads, typename Logits>
 __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise,
-                                          const Routing& routing, RouteScratch<kThreads>& scratch) {
-  int (&chosen)[kMaxTopK] = scratch.chosen;
+                                          const Routing& routing) {
+  __shared__ int chosen[kMaxTopK];
   const int lane = threadIdx.x % 32, top_k = routing.top_k;
   if (threadIdx.x < 32) {
     const Choice choice = choose<kHeld>(logits, routing, renormalise);
@@ -156,18 +115,16 @@ __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise
   }
 }
 
-// Chooses for up to 64 tokens and sorts their pairs. All threads of a CTA call it: kThreads
-// threads, and at most one warp more, which only takes part in the barriers. `logits_of(token)` has
-// `load`, as StoredLogits.
+// Chooses for up to 64 tokens and sorts their pairs. All kThreads threads of a CTA call it.
+// `logits_of(token)` has `load`, as StoredLogits.
 template <int kHeld, int kThreads, typename LogitsOf>
 __device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tokens,
-                                          bool renormalise, const Routing& routing,
-                                          RouteScratch<kThreads>& scratch) {
-  if (num_tokens == 1) {
-    return route_one<kHeld>(logits_of(0), renormalise, routing, scratch);
-  }
-  constexpr int kOwn = kMaxExperts / kThreads;  // experts of a thread in the scan
-  auto& [of_one, tokens_of, first_of, before_warp] = scratch;
+                                          bool renormalise, const Routing& routing) {
+  if (num_tokens == 1) return route_one<kHeld, kThreads>(logits_of(0), renormalise, routing);
+  constexpr int kOwn = kMaxExperts / kThreads;           // experts of a thread in the scan
+  __shared__ unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
+  __shared__ int first_of[kMaxExperts];                  // place of the expert's first pair
+  __shared__ uint32_t before_warp[kThreads / 32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top_k = routing.top_k;
   for (int i = threadIdx.x; i < kMaxExperts; i += kThreads) tokens_of[i] = 0;
   __syncthreads();
@@ -185,7 +142,7 @@ __device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tok
   uint32_t items[kOwn], sum = 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    counts[i] = threadIdx.x < kThreads ? __popcll(tokens_of[kOwn * threadIdx.x + i]) : 0;
+    counts[i] = __popcll(tokens_of[kOwn * threadIdx.x + i]);
     items[i] = counts[i] + (counts[i] > 0 ? 1u << 16 : 0u);
     sum += items[i];
   }
@@ -208,7 +165,7 @@ __device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tok
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int expert = kOwn * threadIdx.x + i;
-    if (threadIdx.x < kThreads && expert < routing.num_experts) {
+    if (expert < routing.num_experts) {
       const int first = static_cast<int>(before & 0xffff);
       first_of[expert] = routing.offsets[expert] = first;
       if (counts[i] > 0) {

@@ -23,24 +23,61 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/launch_checks.h"
 #include "kernels/moe/moe_route.cuh"
-#include "kernels/moe/router_norm.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kChunk = 64;  // k of a warp's chunk
-constexpr int kUnroll = 4;  // chunks in flight per warp
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kChunk = 64;        // k of a warp's chunk
+constexpr int kUnroll = 4;        // chunks in flight per warp
+constexpr int kNormedRows = 8;    // most rows that a CTA norms
+constexpr int kMaxNormed = 4096;  // H up to which a CTA norms rows; 2 vectors of 8 a lane
 
 struct RouterArgs {
-  float* logits;  // [T, n]
-  void* x;        // [T, k]
-  const void* w;  // [n, k]
-  RowsNorm norm;
+  float* logits;            // [T, n]
+  void* x;                  // [T, k]
+  const void* w;            // [n, k]
+  const void* norm_x;       // [T, k]; null: no norm
+  const void* norm_weight;  // [k]
+  float norm_eps, norm_offset;
   int m, n, k;
+  int norm_warps;  // warps of rms_norm's CTA
   bool renormalise;
   uint32_t* launches;  // the number of launches before this one
   uint64_t* messages;  // [T, n]: a logit, and in the high half the number of its launch
   Routing routing;
+};
+
+// Logits of a token that other CTAs send.
+struct SentLogits {
+  const uint64_t* messages;
+  uint32_t launch;
+
+  template <int kHeld>
+  __device__ __forceinline__ void load(float (&held)[kHeld], int num_experts) const {
+    uint64_t message[kHeld];
+    bool complete;
+    do {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+        if (expert < num_experts) message[i] = ptx::load_relaxed8(messages + expert);
+      }
+      complete = true;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+        if (expert < num_experts && message[i] >> 32 != launch) complete = false;
+      }
+    } while (!complete);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+      held[i] =
+          expert < num_experts ? __uint_as_float(static_cast<uint32_t>(message[i])) : -INFINITY;
+    }
+  }
 };
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
@@ -50,6 +87,60 @@ struct WeightFragment {
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Rows of x after the norm, in shared memory. 64 bytes of padding keep the rows that lanes read
+// together in different banks.
+__device__ __forceinline__ int normed_stride(int k) { return 2 * k + 64; }
+
+// Warp w does the work of warps w, w + 8, ... of rms_norm's CTA. So sums have the same order.
+constexpr int kVirtual = kMaxNormed / 8 / kThreads;
+
+template <typename T>
+__device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
+                                          const Vec16<T> (&weights)[kVirtual],
+                                          float (&sums)[kNormedRows][32]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const T* x = static_cast<const T*>(args.norm_x);
+  const auto column_of = [&](int i) { return ((i * kWarps + warp) * 32 + lane) * 8; };
+#pragma unroll
+  for (int row = 0; row < kNormedRows; ++row) {
+    if (row >= args.m) break;
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      if (i * kWarps + warp >= args.norm_warps) break;
+      float sum = 0;
+      if (column_of(i) < args.k) {
+        const Vec16<T> v = load<T, 8>(x + row * args.k + column_of(i));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += to_float(v[j]) * to_float(v[j]);
+      }
+      sum = warp_reduce(sum, Sum());
+      if (lane == 0) sums[row][i * kWarps + warp] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int row = 0; row < args.m; ++row) {
+    const float all = warp_reduce(lane < args.norm_warps ? sums[row][lane] : 0.0f, Sum());
+    const float scale = rsqrtf(all / static_cast<float>(args.k) + args.norm_eps);
+    const bool writes = row % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      const int column = column_of(i);
+      if (column >= args.k) break;
+      const Vec16<T> v = load<T, 8>(x + row * args.k + column);
+      Vec16<T> normed;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        normed[j] =
+            from_float<T>(to_float(v[j]) * scale * (to_float(weights[i][j]) + args.norm_offset));
+      }
+      store(reinterpret_cast<T*>(rows + row * normed_stride(args.k)) + column, normed);
+      if (writes) store(static_cast<T*>(args.x) + row * args.k + column, normed);
+    }
+  }
+  __syncthreads();
 }
 
 // ---- kernels
@@ -83,20 +174,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load_weights(weights[u], (u * kWarps + warp) * kChunk);
-  [[maybe_unused]] Vec16<T> norm_weights[kVirtual<kWarps>];
+  [[maybe_unused]] Vec16<T> norm_weights[kVirtual];
   if constexpr (kNorms) {
-    load_norm_weights<kWarps>(norm_weights, args.norm.weight, args.k);
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      const int column = ((i * kWarps + warp) * 32 + lane) * 8;
+      if (column < args.k) {
+        norm_weights[i] = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
+      }
+    }
   }
   ptx::pdl_wait();
   const uint32_t launch = __ldcg(args.launches) + 1;
   if constexpr (kNorms) {
     __shared__ float sums[kNormedRows][32];
-    norm_rows<kWarps>(args.norm, args.m, args.k, normed, norm_weights, sums,
-                      [&](int row, int column, const Vec16<T>& v) {
-                        if (row % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x)) {
-                          store(static_cast<T*>(args.x) + row * args.k + column, v);
-                        }
-                      });
+    norm_rows<T>(args, normed, norm_weights, sums);
   }
   const auto load_rows = [&](uint4(&fragment)[2], int group, int k0) {
     const int row = group * 8 + g;
@@ -162,8 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto logits_of = [&](int token) {
     return SentLogits{args.messages + token * args.n, launch};
   };
-  __shared__ RouteScratch<kThreads> scratch;
-  route_few<kHeld>(logits_of, args.m, args.renormalise, args.routing, scratch);
+  route_few<kHeld, kThreads>(logits_of, args.m, args.renormalise, args.routing);
   // Every CTA with an expert has sent a logit. Before that, it has read `launches`.
   if (threadIdx.x == 0) *args.launches = launch;
 }
@@ -195,10 +286,14 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   RouterArgs args{.logits = p.logits.as<float>(),
                   .x = p.x.data(),
                   .w = p.w.data(),
-                  .norm = {},
+                  .norm_x = nullptr,
+                  .norm_weight = nullptr,
+                  .norm_eps = p.norm.eps,
+                  .norm_offset = p.norm.weight_offset,
                   .m = static_cast<int>(num_tokens),
                   .n = static_cast<int>(n),
                   .k = static_cast<int>(k),
+                  .norm_warps = 2,
                   .renormalise = p.renormalise,
                   .launches = p.memory.as<uint32_t>(),
                   .messages = p.memory.as<uint64_t>() + 1,
@@ -207,12 +302,10 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   if (norms) {
     check_rows("moe_router", "x of the norm", p.norm.x);
     check_vector("moe_router", "weight of the norm", p.norm.weight, p.x.dtype(), k);
-    args.norm = {.x = p.norm.x.data(),
-                 .weight = p.norm.weight.data(),
-                 .eps = p.norm.eps,
-                 .offset = p.norm.weight_offset,
-                 .warps = norm_warps_of(k)};
-    shared_bytes = static_cast<size_t>(num_tokens) * normed_stride(static_cast<int>(k));
+    args.norm_x = p.norm.x.data();
+    args.norm_weight = p.norm.weight.data();
+    while (args.norm_warps * 32 < k / 8) args.norm_warps *= 2;  // as in rms_norm
+    shared_bytes = static_cast<size_t>(num_tokens) * (2 * k + 64);
   }
   const dim3 grid((n + 15) / 16);
   dispatch_half(p.x.dtype(), [&](auto t) {
@@ -220,7 +313,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
     dispatch_held(p.routing.num_experts, [&](auto held) {
       constexpr int kHeld = decltype(held)::value;
       const auto run = [&](auto kernel) {
-        if (norms) allow_shared_bytes(kernel, kNormedRows * normed_stride(kMaxNormed));
+        if (norms) allow_shared_bytes(kernel, kNormedRows * (2 * kMaxNormed + 64));
         launch(ctx, kernel, grid, dim3(kThreads), shared_bytes, args);
       };
       if (norms) return run(moe_router_kernel<T, 1, kHeld, true>);

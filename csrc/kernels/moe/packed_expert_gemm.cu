@@ -14,7 +14,8 @@
 // The surprising decision: few registers and small CTAs. With 64 registers and 33 KB, gate and up
 // of one token are 384 CTAs, three an SM. All of W is requested at once, and the CTAs of down find
 // room beside them. `splits` depends on K, so that a warp has 1.5 blocks or more on average.
-#include "kernels/moe/expert_blocks.cuh"
+#include "core/ptx.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
 #include "kernels/moe/expert_tiles.cuh"
 
 namespace cpmcu::cuda {
@@ -27,6 +28,13 @@ struct PackedExpertArgs {
   uint8_t scale_form;
 };
 
+// A warp tile of a weight block in shared memory.
+template <typename Unpacker>
+struct alignas(16) Stage {
+  char codes[kWarpTileBytes<Unpacker>];
+  char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, then tile data (unpack.cuh)
+};
+
 // Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
 template <typename Unpacker, int kGroups>
 constexpr int kStages = Unpacker::kBits == 8 ? 2
@@ -37,7 +45,82 @@ constexpr int kMinBlocks = kGroups > 1            ? 1
                            : Unpacker::kBits == 8 ? 3
                                                   : 4;
 
+// Waits until at most `pending` of this thread's copies are unfinished.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if (pending <= 0) {
+    ptx::cp_async_wait<0>();
+  } else if (pending == 1) {
+    ptx::cp_async_wait<1>();
+  } else if (pending == 2) {
+    ptx::cp_async_wait<2>();
+  } else {
+    ptx::cp_async_wait<3>();
+  }
+}
+
+// Copies a warp tile of a weight block to a stage, asynchronously. By a warp.
+template <typename Unpacker>
+__device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const char* block, int tile,
+                                               uint8_t form) {
+  constexpr int kBytes = kWarpTileBytes<Unpacker>;
+  const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
+  const uint32_t to = ptx::shared_address(stage) + lane * 16;
+  const char* codes = block + tile * kBytes + lane * 16;
+#pragma unroll
+  for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
+  const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
+  const int tile_lanes = Unpacker::tile_bytes(form) / kWarpTiles / 16;
+  const auto copy_extra = [&](int i) {
+    const uint32_t at = to + kBytes + (i - lane) * 16;
+    if (i < scale_lanes) {
+      ptx::cp_async16(at,
+                      block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + i * 16);
+    } else if (i < scale_lanes + tile_lanes) {
+      ptx::cp_async16(at, block + Unpacker::kTileOffset + row * Unpacker::tile_row_bytes(form) +
+                              (i - scale_lanes) * 16);
+    }
+  };
+  constexpr int kLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
+  static_assert(kLanes <= 64, "at most two copies for each lane");
+  copy_extra(lane);
+  if constexpr (kLanes > 32) copy_extra(lane + 32);
+}
+
 // ---- kernels
+
+// The end of a group of k: adds the scaled partial sums, and clears them. `g`: the lane's first
+// row.
+template <typename Unpacker, typename T, int kGroups>
+__device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
+                                           float (&part)[2][kGroups][4],
+                                           XSums<Unpacker, T, kGroups>& x_sums, const char* scales,
+                                           int g, int k_group, uint8_t form) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const int step = Unpacker::scale_step(form);
+    const char* place = scales + Unpacker::scale_place(g, form) + 2 * t * step;
+    const float scale[2] = {Unpacker::load_scale(place, k_group, form),
+                            Unpacker::load_scale(place + step, k_group, form)};
+    [[maybe_unused]] float minimum[2];
+    if constexpr (kHasMinimum<Unpacker>) {
+      const char* of = place + Unpacker::kScaleBytes / kWarpTiles;
+      minimum[0] = Unpacker::load_min(of, k_group);
+      minimum[1] = Unpacker::load_min(of + step, k_group);
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
+        part[t][group][i] = 0;
+        if constexpr (kHasMinimum<Unpacker>) {
+          sums[t][group][i] = __fmaf_rn(-minimum[i / 2], x_sums.of[group][i], sums[t][group][i]);
+        }
+      }
+    }
+  }
+  if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
+}
 
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
@@ -86,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
     // With one group, x of a block waits in registers. A k step's part is replaced by that of the
     // next block right after its use. Beyond K, x is zero. K is a multiple of 8.
     constexpr int kSteps = kPackedK / 16;
-    [[maybe_unused]] uint32_t of_x[kGroups == 1 ? kSteps : 1][2];
+    uint32_t of_x[kGroups == 1 ? kSteps : 1][2];
     const auto load_x = [&](uint32_t (&to)[2], int group, int k_block, int step) {
       const int k = k_block * kPackedK + step * 16;
       const bool valid = rows.rows[group] >= 0;
@@ -110,15 +193,42 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
         __syncwarp();
       }
       const Stage& from = stages[stage];
-      const auto has = [&](int group) { return rows.has(group); };
-      const auto x_of = [&](int step, int group, uint32_t (&b)[2]) {
-        if constexpr (kGroups > 1) return load_x(b, group, k_block, step);
-        b[0] = of_x[step][0], b[1] = of_x[step][1];
-      };
-      const auto used_x = [&](int step) {
-        if constexpr (kGroups == 1) load_x(of_x[step], 0, k_block + args.splits, step);
-      };
-      multiply_warp_tile<Unpacker, T, kGroups>(sums, from, all.scale_form, has, x_of, used_x);
+      typename Unpacker::template Tile<T> tiles[2];
+      float part[2][kGroups][4] = {};
+      [[maybe_unused]] XSums<Unpacker, T, kGroups> x_sums;
+      [[maybe_unused]] uint32_t ones[4];
+      if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of), x_sums.make_ones(ones);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int k_group = step / Unpacker::kScaleSteps;
+        if (step % Unpacker::kScaleSteps == 0) {
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            const char* place = from.extra + Unpacker::kScaleBytes / kWarpTiles + k_group +
+                                (t * 16 + g) * Unpacker::tile_row_bytes(all.scale_form);
+            tiles[t] = Unpacker::template load_tile<T>(place, all.scale_form);
+          }
+        }
+        const StepCodes<Unpacker> codes(from.codes, step, lane);
+        uint32_t a[2][4];
+        Unpacker::template unpack<T>(a[0], codes.tile[0], tiles[0], step);
+        Unpacker::template unpack<T>(a[1], codes.tile[1], tiles[1], step);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          if (!rows.has(group)) continue;
+          uint32_t (&b)[2] = of_x[kGroups == 1 ? step : 0];
+          if constexpr (kGroups > 1) load_x(b, group, k_block, step);
+#pragma unroll
+          for (int t = 0; t < 2; ++t) ptx::mma_16x8x16<T>(part[t][group], a[t], b[0], b[1]);
+          if constexpr (kHasMinimum<Unpacker>) {
+            ptx::mma_16x8x16<T>(x_sums.of[group], ones, b[0], b[1]);
+          }
+          if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
+        }
+        if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
+        add_scaled<Unpacker, T, kGroups>(sums, part, x_sums, from.extra, g, k_group,
+                                         all.scale_form);
+      }
       if (loads < num_loads) {
         __syncwarp();  // all lanes have read the stage
         load_next();
@@ -127,6 +237,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
     }
     store_pairs<T, kGroups>(args, rows, sums);
   }
+}
+
+// The number of warps that share K: at most 8, with 1.5 k blocks each on average.
+int splits_of(int64_t k_blocks) {
+  int splits = 1;
+  while (splits < kWarps && k_blocks >= 3 * splits) splits *= 2;
+  return splits;
 }
 
 }  // namespace

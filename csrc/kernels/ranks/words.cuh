@@ -1,0 +1,66 @@
+// The protocol of core/exchange.h in device code. A word of a message is always handled by the same
+// CTA: word w by CTA (w / width) % grid with the same `width` in every launch, and a grid of
+// kExchangeCtas if there is more work than that. So each CTA counts its own rounds.
+#pragma once
+
+#include "core/exchange.h"
+#include "core/ptx.cuh"
+
+namespace cpmcu::cuda {
+
+constexpr int kPollsPerCheck = 1024;  // of the clock and of the other ranks' failure
+
+// The number of this CTA's round. Called once in a launch, by all threads.
+__device__ __forceinline__ uint32_t next_round(const Exchange& exchange) {
+  const uint32_t round = exchange.rounds[blockIdx.x] + 1;
+  __syncthreads();
+  if (threadIdx.x == 0) exchange.rounds[blockIdx.x] = round;
+  return round;
+}
+
+// The data of two words once they have the number of this round. After the deadline `waits` becomes
+// false and the result is undefined.
+__device__ inline uint2 receive(const Exchange& exchange, const uint64_t* words, uint32_t round,
+                                bool& waits) {
+  ulonglong2 values = ptx::load_system64x2(words);
+  const auto is_here = [&] {
+    return static_cast<uint32_t>(values.x >> 32) == round &&
+           static_cast<uint32_t>(values.y >> 32) == round;
+  };
+  uint64_t begin = 0;
+  for (int polls = 1; !is_here() && waits; ++polls) {
+    values = ptx::load_system64x2(words);
+    if (polls % kPollsPerCheck != 0) continue;
+    const uint64_t now = ptx::global_nanoseconds();
+    if (begin == 0) begin = now;
+    const bool is_late = now - begin > kWaitSeconds * 1'000'000'000;
+    waits = !is_late && *exchange.failed == 0;
+    if (waits) continue;
+    exchange.state[kGaveUp] = 1;
+    if (is_late) *exchange.failed = 1 + exchange.rank;
+  }
+  return {static_cast<uint32_t>(values.x), static_cast<uint32_t>(values.y)};
+}
+
+// Words [at, at + 4) of a rank. `buffer`: the half of this rank's receive buffer.
+__device__ __forceinline__ uint4 receive4(const Exchange& exchange, const uint64_t* buffer,
+                                          int from, int64_t at, uint32_t round, bool& waits) {
+  const uint64_t* sent = buffer + from * exchange.num_words + at;
+  const uint2 low = receive(exchange, sent, round, waits);
+  const uint2 high = receive(exchange, sent + 2, round, waits);
+  return {low.x, low.y, high.x, high.y};
+}
+
+// Sends words [at, at + 4) to all other ranks. `half`: the offset of the half of the buffers.
+__device__ __forceinline__ void send4(const Exchange& exchange, int64_t half, int64_t at,
+                                      uint4 part, uint32_t round) {
+  const uint64_t number = uint64_t{round} << 32;
+  for (int to = 0; to < exchange.num_ranks; ++to) {
+    if (to == exchange.rank) continue;
+    uint64_t* words = exchange.buffers[to] + half + exchange.rank * exchange.num_words + at;
+    ptx::store_system64x2(words, number | part.x, number | part.y);
+    ptx::store_system64x2(words + 2, number | part.z, number | part.w);
+  }
+}
+
+}  // namespace cpmcu::cuda

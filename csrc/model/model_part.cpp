@@ -1,0 +1,134 @@
+#include "model/model_part.h"
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "core/exchange.h"
+#include "model/transformer.h"
+#include "state/state_cache.h"
+
+namespace cpmcu {
+namespace {
+
+constexpr std::array<std::string_view, 2> kKinds{"attention", "mlp"};  // that can be divided
+
+class Divider {
+ public:
+  Divider(const ModelSpec& whole, int num_ranks) : whole_(whole), num_ranks_(num_ranks) {}
+
+  int divide(const std::string& where, const char* name, int size) const {
+    CHECK(size % num_ranks_ == 0,
+          "tensor_parallel_size is {}, but {}{} is {}, expected a multiple of it", num_ranks_,
+          where, name, size);
+    return size / num_ranks_;
+  }
+
+  int divide_kv_heads(const std::string& where, int heads) const {
+    CHECK(heads % num_ranks_ == 0 || num_ranks_ % heads == 0,
+          "tensor_parallel_size is {}, but {}num_key_value_heads is {}, expected a multiple or a "
+          "divisor of it",
+          num_ranks_, where, heads);
+    return std::max(1, heads / num_ranks_);
+  }
+
+  // Checks that the rank's inputs of a linear layer are whole groups of weights with one scale.
+  void check_inputs(const std::string& module, int64_t inputs) const {
+    if (whole_.linear_method_of(module) == "dense") return;
+    const int group = whole_.linear_options_of(module).group_size;
+    const int64_t unit = group > 0 ? group : group < 0 ? 8 : kPackedK;
+    CHECK(inputs % unit == 0,
+          "tensor_parallel_size is {}, but {} has {} inputs for each GPU, expected a multiple of "
+          "{}, whose weights share a scale",
+          num_ranks_, module, inputs, unit);
+  }
+
+  // Parts that are one tensor in the files would be cut across their border.
+  void check_rows(const std::string& module) const {
+    CHECK(!whole_.linear_options_of(module).stacked || whole_.linear_method_of(module) == "dense",
+          "tensor_parallel_size is {}, but {} is one quantised tensor in the files, expected its "
+          "parts; convert the model with `python -m cpmcu.convert`",
+          num_ranks_, module);
+  }
+
+  BlockSpec block(const BlockSpec& block, int layer) const {
+    const std::string name = "model.layers." + std::to_string(layer) + ".";
+    CHECK(std::ranges::find(kKinds, block.kind) != kKinds.end(),
+          "tensor_parallel_size is {}, but layer {} has a block of kind {}, which runs on one GPU; "
+          "expected tensor_parallel_size 1",
+          num_ranks_, layer, block.kind);
+    return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
+  }
+
+ private:
+  BlockSpec mlp(BlockSpec block, const std::string& name) const {
+    const int width = divide(name + "mlp.", "intermediate_size",
+                             block.params.integer("intermediate_size", whole_.intermediate_size));
+    block.params.set("intermediate_size", int64_t{width});
+    check_rows(name + "mlp.gate_up_proj");
+    check_inputs(name + "mlp.down_proj", width);
+    return block;
+  }
+
+  BlockSpec attention(BlockSpec block, const std::string& name) const {
+    const std::string attn = name + "self_attn.";
+    CHECK(!block.params.flag("joint_qk_norm", false),
+          "tensor_parallel_size is {}, but {}q_norm is over all heads, which runs on one GPU; "
+          "expected tensor_parallel_size 1",
+          num_ranks_, attn);
+    const int heads =
+        divide(attn, "num_attention_heads",
+               block.params.integer("num_attention_heads", whole_.num_attention_heads));
+    const int kv_heads = divide_kv_heads(
+        attn, block.params.integer("num_key_value_heads", whole_.num_key_value_heads));
+    block.params.set("num_attention_heads", int64_t{heads});
+    block.params.set("num_key_value_heads", int64_t{kv_heads});
+    check_rows(attn + "qkv_proj");
+    check_inputs(attn + "o_proj",
+                 int64_t{heads} * block.params.integer("head_dim", whole_.head_dim));
+    return block;
+  }
+
+  const ModelSpec& whole_;
+  const int num_ranks_;
+};
+
+}  // namespace
+
+ModelSpec part_of(const ModelSpec& whole, int num_ranks) {
+  if (num_ranks == 1) return whole;
+  CHECK(num_ranks >= 1 && num_ranks <= kMaxRanks && (num_ranks & (num_ranks - 1)) == 0,
+        "tensor_parallel_size is {}, expected a power of two up to {}", num_ranks, kMaxRanks);
+  const Divider divider(whole, num_ranks);
+  ModelSpec part = whole;
+  part.num_ranks = num_ranks;
+  part.layers.clear();
+  for (int layer = 0; layer < whole.num_hidden_layers; ++layer) {
+    LayerSpec& blocks = part.layers.emplace_back();
+    for (const BlockSpec& block : whole.layer(layer)) {
+      blocks.push_back(divider.block(block, layer));
+    }
+  }
+  return part;
+}
+
+WeightTable tensors_of(const ModelSpec& whole) {
+  const DeviceContext ctx(Device{});
+  Transformer model(whole);
+  MemoryPlan plan;
+  StateCache states;
+  ModelState& state = states.add_model("");
+  model.plan(plan, state,
+             {.max_tokens = 1, .max_decode_tokens = 1, .max_tree_size = 1, .max_kv = 1}, 1, 1);
+  states.plan_slots(plan, 1, 1);
+  states.plan_pages(plan, std::vector<int64_t>(static_cast<size_t>(states.num_groups()), 1));
+  plan.assign();
+  const auto arena = Arena::of_addresses(plan);
+  states.bind(ctx, *arena);
+  model.bind(*arena, state);
+  WeightTable table;
+  model.list_tensors(table);
+  return table;
+}
+
+}  // namespace cpmcu
