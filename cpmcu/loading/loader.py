@@ -37,6 +37,7 @@ from cpmcu.models.registry import ModelFamily, find_model
 from cpmcu.models.sparse import check_sparse_options, is_sparse
 from cpmcu.quant.registry import QuantPlan, plan_quant, with_modelopt
 from cpmcu.sampling import SamplingParams
+from cpmcu.shipped import sampling_defaults
 from cpmcu.tokenizer import eos_ids
 from cpmcu.verification import VERIFY_WINDOW
 
@@ -87,7 +88,7 @@ def load_model(
     hf_config = read_config(directory)
     files = model_files(directory)
     generation_file = directory / "generation_config.json"
-    generation_config = files.json(generation_file.name)
+    generation_config = sampling_defaults(directory) | files.json(generation_file.name)
     with about(directory):
         family = find_model(hf_config)
     device = choose_device(config.device)

@@ -19,7 +19,7 @@ def read_mamba(reader: ConfigReader, keys: Mapping[str, str]) -> dict[str, Any]:
     """
     names = ("num_heads", "head_dim", "num_groups", "state_size", "conv_kernel")
     params: dict[str, Any] = {name: reader.positive_int(keys[name]) for name in names}
-    for name in ("head_dim", "state_size"):
+    for name in ("num_heads", "head_dim", "state_size"):
         if params[name] % 8:
             raise reader.fail(keys[name], "a multiple of 8")
     if params["num_heads"] % params["num_groups"]:

@@ -240,7 +240,8 @@ void* allocate_pinned(Device device, int64_t bytes) {
   if (device.is_cuda()) {
     void* data = nullptr;
     set_device(device);
-    CHECK_CUDA(cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocMapped));
+    CHECK_CUDA(cudaHostAlloc(&data, static_cast<size_t>(bytes),
+                             cudaHostAllocMapped | cudaHostAllocPortable));
     return data;
   }
 #endif
@@ -261,7 +262,7 @@ void* allocate_pinned_large(Device device, int64_t bytes) {
     madvise(data, size, MADV_HUGEPAGE);
     std::memset(data, 0, size);  // page faults happen here, not under the driver's lock
     set_device(device);
-    const cudaError_t status = cudaHostRegister(data, size, cudaHostRegisterDefault);
+    const cudaError_t status = cudaHostRegister(data, size, cudaHostRegisterPortable);
     if (status != cudaSuccess) std::free(data);
     CHECK_CUDA(status);
   }

@@ -1,4 +1,4 @@
-// Shared parts of the op bindings: a context, device memory with a shape, per-slot state.
+// Shared parts of the op bindings: a context, and device memory with a shape.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -9,10 +9,7 @@
 #include <vector>
 
 #include "core/device.h"
-#include "kernels/attention/attention.h"
-#include "kernels/gemm/packed/layout.h"
-#include "kernels/layer/rotary_kv.h"
-#include "kernels/step/step_ops.h"
+#include "core/tensor.h"
 #ifdef CPMCU_WITH_CUDA
 #include "kernels/gemm/cublaslt.h"
 #endif
@@ -135,48 +132,33 @@ class Array {
 using SharedArray = std::shared_ptr<Array>;
 
 inline Tensor tensor_of(const SharedArray& array) { return array ? array->tensor() : Tensor(); }
-inline int* ints(const SharedArray& array) { return array ? array->as<int>(DType::kI32) : nullptr; }
-inline float* floats(const SharedArray& array) {
-  return array ? array->as<float>(DType::kF32) : nullptr;
-}
+// The data of an array, null if there is none. Bytes stand for a struct.
 template <typename T>
-T* structs(const SharedArray& array) {
-  return array ? array->as_structs<T>() : nullptr;
-}
-inline uint64_t* words(const SharedArray& array) {
-  return array ? array->as<uint64_t>(DType::kU64) : nullptr;
+T* pointer_to(const SharedArray& array) {
+  if (!array) return nullptr;
+  if constexpr (std::is_same_v<T, int>) {
+    return array->as<int>(DType::kI32);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return array->as<float>(DType::kF32);
+  } else if constexpr (std::is_same_v<T, uint64_t>) {
+    return array->as<uint64_t>(DType::kU64);
+  } else {
+    return array->as_structs<T>();
+  }
 }
 
+// Parameters and the arrays that they point to.
 template <typename Params>
 struct OpsParams {
-  Params params;
-  std::vector<SharedArray> arrays;  // keeps the memory of `params` alive
+  Params params{};
+  std::vector<SharedArray> arrays{};
 };
-// StepTokens and the arrays that it points to.
-struct OpsTokens {
-  StepTokens tokens;
-  std::vector<SharedArray> arrays;
-};
-
-using OpsAccepted = OpsParams<Accepted>;
-using OpsSink = OpsParams<ResultSink>;
-
-// SlotState and the arrays that it points to.
-struct OpsState {
-  SlotState state;
-  std::vector<SharedArray> arrays, accepted_arrays;
-};
-
-using OpsRotary = OpsParams<RotaryKvParams>;
-using OpsAttention = OpsParams<AttentionParams>;
 
 void bind_delta_net_ops(pybind11::module_& ops);  // bind_delta_net_ops.cpp
 void bind_family_ops(pybind11::module_& ops);     // bind_family_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
-PackedLayout layout_of(const std::string& codes, int planes, bool zero_points, bool minimum,
-                       const std::string& scale_dtype, int scale_rows, int group);
-void bind_packed_ops(pybind11::module_& ops);  // bind_packed_ops.cpp
+void bind_packed_ops(pybind11::module_& ops);     // bind_packed_ops.cpp
 
 }  // namespace cpmcu

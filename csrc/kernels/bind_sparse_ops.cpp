@@ -1,6 +1,6 @@
 // C.ops of sparse attention (kernels/attention/sparse.h).
 #include "kernels/attention/sparse.h"
-#include "kernels/bind_ops.h"
+#include "kernels/bind_fields.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -12,12 +12,13 @@ void bind_sparse_ops(py::module_& m) {
       "compress_keys",
       [](const OpsContext& c, const std::vector<SharedArray>& k_caches,
          const std::vector<SharedArray>& fine, const std::vector<SharedArray>& coarse,
-         const OpsTokens& tokens, SharedArray accepted_counts) {
+         const OpsParams<StepTokens>& tokens, SharedArray accepted_counts) {
         CHECK(fine.size() == k_caches.size() && coarse.size() == k_caches.size(),
               "compress_keys: {} k_caches, {} fine and {} coarse planes, expected equally many",
               k_caches.size(), fine.size(), coarse.size());
-        CompressKeysParams params{
-            .layers = {}, .accepted_counts = ints(accepted_counts), .tokens = tokens.tokens};
+        CompressKeysParams params{.layers = {},
+                                  .accepted_counts = pointer_to<int>(accepted_counts),
+                                  .tokens = tokens.params};
         for (size_t i = 0; i < k_caches.size(); ++i) {
           params.layers.push_back(
               {.k_cache = tensor_of(k_caches[i]),
@@ -27,32 +28,19 @@ void bind_sparse_ops(py::module_& m) {
       },
       "ctx"_a, py::kw_only(), "k_caches"_a, "fine"_a, "coarse"_a, "tokens"_a,
       "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h; one array a layer.");
-  m.def(
-      "select_blocks",
-      [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,
-         SharedArray coarse, float scale, int num_heads, int num_kv_heads, int head_dim,
-         const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len,
-         bool keys_are_old, SharedArray scratch, SharedArray memory) {
-        select_blocks(c.ctx, {.selection = tensor_of(selection),
-                              .qkv = tensor_of(qkv),
-                              .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
-                              .scale = scale,
-                              .num_heads = num_heads,
-                              .num_kv_heads = num_kv_heads,
-                              .head_dim = head_dim,
-                              .rule = {.init_blocks = init_blocks,
-                                       .window_size = window_size,
-                                       .topk = topk,
-                                       .dense_len = dense_len},
-                              .keys_are_old = keys_are_old,
-                              .tokens = tokens.tokens,
-                              .scratch = tensor_of(scratch),
-                              .memory = tensor_of(memory)});
-      },
-      "ctx"_a, py::kw_only(), "selection"_a, "qkv"_a, "fine"_a, "coarse"_a, "scale"_a,
-      "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "init_blocks"_a, "window_size"_a,
-      "topk"_a, "dense_len"_a, "keys_are_old"_a = false, "scratch"_a = SharedArray(),
-      "memory"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+  using Select = SelectBlocksParams;
+  bind_op(m, "select_blocks", select_blocks, "csrc/kernels/attention/sparse.h", py::kw_only(),
+          field("selection", &Select::selection), field("qkv", &Select::qkv),
+          within(&Select::keys, field("fine", &CompressedKeys::fine),
+                 field("coarse", &CompressedKeys::coarse)),
+          field("scale", &Select::scale), field("num_heads", &Select::num_heads),
+          field("num_kv_heads", &Select::num_kv_heads), field("head_dim", &Select::head_dim),
+          field("tokens", &Select::tokens),
+          within(&Select::rule, field("init_blocks", &SparseRule::init_blocks),
+                 field("window_size", &SparseRule::window_size), field("topk", &SparseRule::topk),
+                 field("dense_len", &SparseRule::dense_len)),
+          option("keys_are_old", &Select::keys_are_old), option("scratch", &Select::scratch),
+          option("memory", &Select::memory));
   m.def("select_memory_bytes", &select_memory_bytes, "num_seqs"_a, "num_kv_heads"_a);
   m.def(
       "max_selected_splits",

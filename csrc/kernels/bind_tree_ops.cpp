@@ -1,94 +1,37 @@
-// C.ops of token trees (kernels/tree/tree.h). One function for each op, with the names of the
-// fields.
+// C.ops of token trees (kernels/tree/tree.h).
 #include <pybind11/stl.h>
 
-#include "kernels/bind_ops.h"
+#include "kernels/bind_fields.h"
 #include "kernels/tree/draft_fill.h"
 #include "kernels/tree/inner_step.h"
 #include "kernels/tree/mtp_rows.h"
 #include "kernels/tree/tree.h"
 
 namespace py = pybind11;
-using namespace pybind11::literals;
 
 namespace cpmcu {
 namespace {
 
-struct OpsTrees {
-  TokenTrees trees;
-  std::vector<SharedArray> arrays;
-};
-
-using OpsDraft = OpsParams<Draft>;
-
-struct OpsBeam {
-  DraftBeam beam;
-  std::vector<SharedArray> arrays;
-};
-
-int size_of_dim(const SharedArray& array, int dim) {
-  return static_cast<int>(array->tensor().size(dim));
-}
-
 void bind_tree_params(py::module_& m) {
-  py::class_<OpsTrees>(m, "TokenTrees", "One tree for each sequence; see csrc/kernels/tree/tree.h.")
-      .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
-                       SharedArray masks, SharedArray token_ids, SharedArray token_positions,
-                       SharedArray token_slots, SharedArray token_seqs,
-                       SharedArray seq_token_begin) {
-             return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
-                              .num_nodes = size_of_dim(tokens, 1),
-                              .tokens = ints(tokens),
-                              .parents = ints(parents),
-                              .depths = ints(depths),
-                              .masks = words(masks),
-                              .token_ids = ints(token_ids),
-                              .token_positions = ints(token_positions),
-                              .token_slots = ints(token_slots),
-                              .token_seqs = ints(token_seqs),
-                              .seq_token_begin = ints(seq_token_begin)},
-                             {tokens, parents, depths, masks, token_ids, token_positions,
-                              token_slots, token_seqs, seq_token_begin}};
-           }),
-           py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "token_ids"_a,
-           "token_positions"_a, "token_slots"_a, "token_seqs"_a, "seq_token_begin"_a);
-
-  py::class_<OpsBeam>(m, "DraftBeam", "State of the growth of trees; see csrc/kernels/tree/tree.h.")
-      .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
-                       SharedArray level_candidates, SharedArray token_scores,
-                       SharedArray ancestor_masks, SharedArray token_ids, SharedArray token_parents,
-                       SharedArray token_positions, SharedArray token_seqs,
-                       SharedArray seq_token_begin) {
-             return OpsBeam{
-                 {.num_seqs = num_seqs,
-                  .topk = topk,
-                  .depth = depth,
-                  .scores = floats(scores),
-                  .tokens = ints(tokens),
-                  .level_candidates = ints(level_candidates),
-                  .token_scores = floats(token_scores),
-                  .ancestor_masks = words(ancestor_masks),
-                  .token_ids = ints(token_ids),
-                  .token_parents = ints(token_parents),
-                  .token_positions = ints(token_positions),
-                  .token_seqs = ints(token_seqs),
-                  .seq_token_begin = ints(seq_token_begin)},
-                 {scores, tokens, level_candidates, token_scores, ancestor_masks, token_ids,
-                  token_parents, token_positions, token_seqs, seq_token_begin}};
-           }),
-           py::kw_only(), "num_seqs"_a, "topk"_a, "depth"_a, "scores"_a, "tokens"_a,
-           "level_candidates"_a, "token_scores"_a, "ancestor_masks"_a, "token_ids"_a,
-           "token_parents"_a, "token_positions"_a, "token_seqs"_a, "seq_token_begin"_a);
-
-  py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.")
-      .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray scores) {
-             return OpsDraft{{.num_tokens = size_of_dim(tokens, 1),
-                              .tokens = ints(tokens),
-                              .parents = ints(parents),
-                              .scores = floats(scores)},
-                             {tokens, parents, scores}};
-           }),
-           py::kw_only(), "tokens"_a, "parents"_a = SharedArray(), "scores"_a = SharedArray());
+  using T = TokenTrees;
+  bind_params<T>(
+      m, "TokenTrees", "One tree for each sequence; see csrc/kernels/tree/tree.h.",
+      shaped("tokens", &T::tokens, 0, &T::num_seqs, &T::num_nodes), field("parents", &T::parents),
+      field("depths", &T::depths), field("masks", &T::masks), field("token_ids", &T::token_ids),
+      field("token_positions", &T::token_positions), field("token_slots", &T::token_slots),
+      field("token_seqs", &T::token_seqs), field("seq_token_begin", &T::seq_token_begin));
+  using B = DraftBeam;
+  bind_params<B>(
+      m, "DraftBeam", "State of the growth of trees; see csrc/kernels/tree/tree.h.",
+      field("num_seqs", &B::num_seqs), field("topk", &B::topk), field("depth", &B::depth),
+      field("scores", &B::scores), field("tokens", &B::tokens),
+      field("level_candidates", &B::level_candidates), field("token_scores", &B::token_scores),
+      field("ancestor_masks", &B::ancestor_masks), field("token_ids", &B::token_ids),
+      field("token_parents", &B::token_parents), field("token_positions", &B::token_positions),
+      field("token_seqs", &B::token_seqs), field("seq_token_begin", &B::seq_token_begin));
+  bind_params<Draft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.",
+                     shaped("tokens", &Draft::tokens, 1, &Draft::num_tokens),
+                     option("parents", &Draft::parents), option("scores", &Draft::scores));
 
   PYBIND11_NUMPY_DTYPE(SlotStop, stop_ids, num_stop_ids, max_tokens, finished);
   m.attr("slot_stop_dtype") = py::dtype::of<SlotStop>();
@@ -96,281 +39,134 @@ void bind_tree_params(py::module_& m) {
   m.attr("fill_path_dtype") = py::dtype::of<FillPath>();
 }
 
+// Five arrays.
+auto launch_of(const char* name, ShiftPromptParams::Launch ShiftPromptParams::* member) {
+  return field_of<ShiftPromptParams, Arrays>(name, [member](ShiftPromptParams& p,
+                                                            const Arrays& arrays) {
+    CHECK(arrays.size() == 5, "shift_prompt: {} arrays for a launch, expected 5", arrays.size());
+    const auto at = [&](int i) { return pointer_to<int>(arrays[i]); };
+    p.*member = {at(0), at(1), at(2), at(3), at(4)};
+  });
+}
+
 void bind_growth(py::module_& m) {
-  m.def(
-      "topk_logprobs",
-      [](const OpsContext& c, SharedArray logits, int topk, SharedArray id_map, SharedArray tokens,
-         SharedArray logprobs) {
-        topk_logprobs(c.ctx, {.logits = tensor_of(logits),
-                              .topk = topk,
-                              .id_map = ints(id_map),
-                              .tokens = ints(tokens),
-                              .logprobs = floats(logprobs)});
-      },
-      "ctx"_a, py::kw_only(), "logits"_a, "topk"_a, "id_map"_a = SharedArray(), "tokens"_a,
-      "logprobs"_a, "csrc/kernels/tree/tree.h");
-  m.def(
-      "tree_expand",
-      [](const OpsContext& c, const OpsBeam& beam, int level, SharedArray topk_tokens,
-         SharedArray topk_logprobs, SharedArray seq_slots, SharedArray accepted_counts,
-         SharedArray draft_lengths) {
-        tree_expand(c.ctx, {.beam = beam.beam,
-                            .level = level,
-                            .topk_tokens = ints(topk_tokens),
-                            .topk_logprobs = floats(topk_logprobs),
-                            .seq_slots = ints(seq_slots),
-                            .accepted_counts = ints(accepted_counts),
-                            .draft_lengths = ints(draft_lengths)});
-      },
-      "ctx"_a, py::kw_only(), "beam"_a, "level"_a, "topk_tokens"_a, "topk_logprobs"_a,
-      "seq_slots"_a, "accepted_counts"_a, "draft_lengths"_a, "csrc/kernels/tree/tree.h");
-  m.def(
-      "draft_select",
-      [](const OpsContext& c, const OpsBeam& beam, const OpsDraft& draft) {
-        draft_select(c.ctx, {beam.beam, draft.params});
-      },
-      "ctx"_a, py::kw_only(), "beam"_a, "draft"_a, "csrc/kernels/tree/tree.h");
-  m.def(
-      "tree_build",
-      [](const OpsContext& c, const OpsDraft& draft, const OpsTrees& trees, SharedArray seq_slots,
-         const OpsState& slots) {
-        tree_build(c.ctx, {draft.params, trees.trees, ints(seq_slots), slots.state});
-      },
-      "ctx"_a, py::kw_only(), "draft"_a = OpsDraft(), "trees"_a, "seq_slots"_a, "slots"_a,
-      "csrc/kernels/tree/tree.h");
-  m.def(
-      "begin_draft",
-      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray lengths,
-         const OpsAccepted& accepted, bool shifted, SharedArray draft_lengths, SharedArray ids,
-         SharedArray positions, SharedArray token_seqs, SharedArray hidden_rows,
-         SharedArray seq_token_begin, SharedArray last_rows) {
-        begin_draft(c.ctx, {.seq_slots = ints(seq_slots),
-                            .num_seqs = num_seqs,
-                            .lengths = ints(lengths),
-                            .accepted = accepted.params,
-                            .shifted = shifted,
-                            .draft_lengths = ints(draft_lengths),
-                            .ids = ints(ids),
-                            .positions = ints(positions),
-                            .token_seqs = ints(token_seqs),
-                            .hidden_rows = ints(hidden_rows),
-                            .seq_token_begin = ints(seq_token_begin),
-                            .last_rows = ints(last_rows)});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "lengths"_a, "accepted"_a, "shifted"_a,
-      "draft_lengths"_a, "ids"_a, "positions"_a, "token_seqs"_a, "hidden_rows"_a,
-      "seq_token_begin"_a, "last_rows"_a, "csrc/kernels/tree/tree.h");
-  m.def(
-      "shift_prompt",
-      [](const OpsContext& c, int max_path, SharedArray ids, SharedArray token_seqs,
-         SharedArray seq_slots, SharedArray seq_token_begin, SharedArray lengths,
-         const std::vector<SharedArray>& first, SharedArray first_lengths,
-         const std::vector<SharedArray>& rest, SharedArray num_shared) {
-        const auto launch_of =
-            [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Launch {
-          CHECK(arrays.size() == 5, "shift_prompt: {} arrays for a launch, expected 5",
-                arrays.size());
-          return {ints(arrays[0]), ints(arrays[1]), ints(arrays[2]), ints(arrays[3]),
-                  ints(arrays[4])};
-        };
-        shift_prompt(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
-                             .num_tokens = size_of_dim(ids, 0),
-                             .max_path = max_path,
-                             .ids = ints(ids),
-                             .token_seqs = ints(token_seqs),
-                             .seq_slots = ints(seq_slots),
-                             .seq_token_begin = ints(seq_token_begin),
-                             .lengths = ints(lengths),
-                             .num_shared = ints(num_shared),
-                             .first = launch_of(first),
-                             .first_lengths = ints(first_lengths),
-                             .rest = launch_of(rest)});
-      },
-      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "token_seqs"_a, "seq_slots"_a,
-      "seq_token_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,
-      "num_shared"_a = SharedArray(), "csrc/kernels/tree/tree.h");
-  m.def(
-      "ngram_lookup",
-      [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,
-         SharedArray next_tokens, int min_ngram, int max_ngram, SharedArray chain, int first) {
-        ngram_lookup(c.ctx, {.seq_slots = ints(seq_slots),
-                             .num_seqs = size_of_dim(chain, 0),
-                             .history = ints(history),
-                             .max_len = size_of_dim(history, 1),
-                             .lengths = ints(lengths),
-                             .next_tokens = ints(next_tokens),
-                             .min_ngram = min_ngram,
-                             .max_ngram = max_ngram,
-                             .chain = ints(chain),
-                             .first = first,
-                             .num_tokens = size_of_dim(chain, 1)});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "history"_a, "lengths"_a, "next_tokens"_a,
-      "min_ngram"_a = 1, "max_ngram"_a = 4, "chain"_a, "first"_a = 0, "csrc/kernels/tree/tree.h");
+  const char* tree = "csrc/kernels/tree/tree.h";
+  using TopK = TopkLogprobsParams;
+  bind_op(m, "topk_logprobs", topk_logprobs, tree, py::kw_only(), field("logits", &TopK::logits),
+          field("topk", &TopK::topk), option("id_map", &TopK::id_map),
+          field("tokens", &TopK::tokens), field("logprobs", &TopK::logprobs));
+  using Expand = TreeExpandParams;
+  bind_op(m, "tree_expand", tree_expand, tree, py::kw_only(), field("beam", &Expand::beam),
+          field("level", &Expand::level), field("topk_tokens", &Expand::topk_tokens),
+          field("topk_logprobs", &Expand::topk_logprobs), field("seq_slots", &Expand::seq_slots),
+          field("accepted_counts", &Expand::accepted_counts),
+          field("draft_lengths", &Expand::draft_lengths));
+  bind_op(m, "draft_select", draft_select, tree, py::kw_only(),
+          field("beam", &DraftSelectParams::beam), field("draft", &DraftSelectParams::draft));
+  using Build = TreeBuildParams;
+  bind_op(m, "tree_build", tree_build, tree, py::kw_only(), option("draft", &Build::draft),
+          field("trees", &Build::trees), field("seq_slots", &Build::seq_slots),
+          field("slots", &Build::slots));
+  using Begin = BeginDraftParams;
+  bind_op(m, "begin_draft", begin_draft, tree, py::kw_only(), field("seq_slots", &Begin::seq_slots),
+          field("num_seqs", &Begin::num_seqs), field("lengths", &Begin::lengths),
+          field("accepted", &Begin::accepted), field("shifted", &Begin::shifted),
+          field("draft_lengths", &Begin::draft_lengths), field("ids", &Begin::ids),
+          field("positions", &Begin::positions), field("token_seqs", &Begin::token_seqs),
+          field("hidden_rows", &Begin::hidden_rows),
+          field("seq_token_begin", &Begin::seq_token_begin), field("last_rows", &Begin::last_rows));
+  using Shift = ShiftPromptParams;
+  bind_op(m, "shift_prompt", shift_prompt, tree, py::kw_only(), field("max_path", &Shift::max_path),
+          shaped("ids", &Shift::ids, 0, &Shift::num_tokens),
+          field("token_seqs", &Shift::token_seqs),
+          shaped("seq_slots", &Shift::seq_slots, 0, &Shift::num_seqs),
+          field("seq_token_begin", &Shift::seq_token_begin), field("lengths", &Shift::lengths),
+          launch_of("first", &Shift::first), field("first_lengths", &Shift::first_lengths),
+          launch_of("rest", &Shift::rest), option("num_shared", &Shift::num_shared));
+  using Ngram = NgramLookupParams;
+  bind_op(m, "ngram_lookup", ngram_lookup, tree, py::kw_only(),
+          field("seq_slots", &Ngram::seq_slots),
+          shaped("history", &Ngram::history, 1, &Ngram::max_len), field("lengths", &Ngram::lengths),
+          field("next_tokens", &Ngram::next_tokens), option("min_ngram", &Ngram::min_ngram),
+          option("max_ngram", &Ngram::max_ngram),
+          shaped("chain", &Ngram::chain, 0, &Ngram::num_seqs, &Ngram::num_tokens),
+          option("first", &Ngram::first));
 }
 
 void bind_mtp(py::module_& m) {
-  m.def(
-      "mtp_rows",
-      [](const OpsContext& c, int module, int window, bool chain_hidden, SharedArray seq_slots,
-         const OpsState& state, const OpsBeam* beam, SharedArray prompt_ids,
-         SharedArray prompt_begin, SharedArray draft_lengths, SharedArray ids,
-         SharedArray positions, SharedArray token_seqs, SharedArray hidden_rows,
-         SharedArray ancestor_masks, SharedArray seq_token_begin, SharedArray last_rows,
-         SharedArray lengths) {
-        mtp_rows(c.ctx, {.module = module,
-                         .window = window,
-                         .chain_hidden = chain_hidden,
-                         .num_seqs = size_of_dim(seq_slots, 0),
-                         .seq_slots = ints(seq_slots),
-                         .slots = state.state,
-                         .beam = beam ? beam->beam : DraftBeam{},
-                         .prompt_ids = ints(prompt_ids),
-                         .prompt_begin = ints(prompt_begin),
-                         .draft_lengths = ints(draft_lengths),
-                         .rows = {.ids = ints(ids),
-                                  .positions = ints(positions),
-                                  .token_seqs = ints(token_seqs),
-                                  .hidden_rows = ints(hidden_rows),
-                                  .ancestor_masks = words(ancestor_masks),
-                                  .seq_token_begin = ints(seq_token_begin),
-                                  .last_rows = ints(last_rows),
-                                  .lengths = ints(lengths)}});
-      },
-      "ctx"_a, py::kw_only(), "module"_a, "window"_a, "chain_hidden"_a, "seq_slots"_a, "state"_a,
-      "beam"_a = nullptr, "prompt_ids"_a = SharedArray(), "prompt_begin"_a = SharedArray(),
-      "draft_lengths"_a = SharedArray(), "ids"_a, "positions"_a, "token_seqs"_a, "hidden_rows"_a,
-      "ancestor_masks"_a, "seq_token_begin"_a, "last_rows"_a, "lengths"_a,
-      "csrc/kernels/tree/mtp_rows.h");
-  m.def(
-      "shift_ids",
-      [](const OpsContext& c, int shift, SharedArray ids, SharedArray token_seqs,
-         SharedArray seq_token_begin, SharedArray shifted) {
-        shift_ids(c.ctx, {.shift = shift,
-                          .num_tokens = size_of_dim(ids, 0),
-                          .ids = ints(ids),
-                          .token_seqs = ints(token_seqs),
-                          .seq_token_begin = ints(seq_token_begin),
-                          .shifted = ints(shifted)});
-      },
-      "ctx"_a, py::kw_only(), "shift"_a, "ids"_a, "token_seqs"_a, "seq_token_begin"_a, "shifted"_a,
-      "csrc/kernels/tree/mtp_rows.h");
+  const char* mtp = "csrc/kernels/tree/mtp_rows.h";
+  using Mtp = MtpRowsParams;
+  bind_op(
+      m, "mtp_rows", mtp_rows, mtp, py::kw_only(), field("module", &Mtp::module),
+      field("window", &Mtp::window), field("chain_hidden", &Mtp::chain_hidden),
+      shaped("seq_slots", &Mtp::seq_slots, 0, &Mtp::num_seqs), field("state", &Mtp::slots),
+      option("beam", &Mtp::beam), option("prompt_ids", &Mtp::prompt_ids),
+      option("prompt_begin", &Mtp::prompt_begin), option("draft_lengths", &Mtp::draft_lengths),
+      within(&Mtp::rows, field("ids", &MtpRows::ids), field("positions", &MtpRows::positions),
+             field("token_seqs", &MtpRows::token_seqs), field("hidden_rows", &MtpRows::hidden_rows),
+             field("ancestor_masks", &MtpRows::ancestor_masks),
+             field("seq_token_begin", &MtpRows::seq_token_begin),
+             field("last_rows", &MtpRows::last_rows), field("lengths", &MtpRows::lengths)));
+  using Shift = ShiftIdsParams;
+  bind_op(m, "shift_ids", shift_ids, mtp, py::kw_only(), field("shift", &Shift::shift),
+          shaped("ids", &Shift::ids, 0, &Shift::num_tokens),
+          field("token_seqs", &Shift::token_seqs),
+          field("seq_token_begin", &Shift::seq_token_begin), field("shifted", &Shift::shifted));
 }
 
 void bind_inner_step(py::module_& m) {
-  m.def(
-      "begin_inner",
-      [](const OpsContext& c, SharedArray seq_slots, SharedArray lengths,
-         const OpsAccepted& accepted, SharedArray first_tokens, const OpsState& inner,
-         SharedArray stops, SharedArray rows, SharedArray slot_rows, SharedArray chain,
-         SharedArray counts) {
-        begin_inner(c.ctx, {.num_seqs = size_of_dim(chain, 0),
-                            .seq_slots = ints(seq_slots),
-                            .lengths = ints(lengths),
-                            .accepted = accepted.params,
-                            .first_tokens = ints(first_tokens),
-                            .inner = inner.state,
-                            .stops = structs<SlotStop>(stops),
-                            .rows = ints(rows),
-                            .slot_rows = ints(slot_rows),
-                            .num_tokens = size_of_dim(chain, 1),
-                            .chain = ints(chain),
-                            .counts = structs<InnerCounts>(counts)});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "lengths"_a, "accepted"_a, "first_tokens"_a, "inner"_a,
-      "stops"_a, "rows"_a, "slot_rows"_a, "chain"_a, "counts"_a, "csrc/kernels/tree/inner_step.h");
-  m.def(
-      "extend_chain",
-      [](const OpsContext& c, SharedArray seq_slots, const OpsAccepted& accepted, SharedArray stops,
-         SharedArray chain, SharedArray counts) {
-        extend_chain(c.ctx, {.num_seqs = size_of_dim(chain, 0),
-                             .seq_slots = ints(seq_slots),
-                             .accepted = accepted.params,
-                             .stops = structs<SlotStop>(stops),
-                             .num_tokens = size_of_dim(chain, 1),
-                             .chain = ints(chain),
-                             .counts = structs<InnerCounts>(counts)});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "accepted"_a, "stops"_a, "chain"_a, "counts"_a,
-      "csrc/kernels/tree/inner_step.h");
+  const char* inner = "csrc/kernels/tree/inner_step.h";
+  using Begin = BeginInnerParams;
+  bind_op(m, "begin_inner", begin_inner, inner, py::kw_only(),
+          field("seq_slots", &Begin::seq_slots), field("lengths", &Begin::lengths),
+          field("accepted", &Begin::accepted), field("first_tokens", &Begin::first_tokens),
+          field("inner", &Begin::inner), field("stops", &Begin::stops), field("rows", &Begin::rows),
+          field("slot_rows", &Begin::slot_rows),
+          shaped("chain", &Begin::chain, 0, &Begin::num_seqs, &Begin::num_tokens),
+          field("counts", &Begin::counts));
+  using Extend = ExtendChainParams;
+  bind_op(m, "extend_chain", extend_chain, inner, py::kw_only(),
+          field("seq_slots", &Extend::seq_slots), field("accepted", &Extend::accepted),
+          field("stops", &Extend::stops),
+          shaped("chain", &Extend::chain, 0, &Extend::num_seqs, &Extend::num_tokens),
+          field("counts", &Extend::counts));
 }
 
 void bind_fill(py::module_& m) {
-  m.def(
-      "draft_fill",
-      [](const OpsContext& c, SharedArray seq_slots, const OpsState& state, const OpsDraft& draft,
-         int max_depth, int min_ngram, int max_ngram, SharedArray hits, SharedArray trials,
-         SharedArray paths, const OpsDraft& filled) {
-        draft_fill(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
-                           .seq_slots = ints(seq_slots),
-                           .slots = state.state,
-                           .draft = draft.params,
-                           .max_depth = max_depth,
-                           .min_ngram = min_ngram,
-                           .max_ngram = max_ngram,
-                           .rates = {.hits = floats(hits), .trials = floats(trials)},
-                           .paths = structs<FillPath>(paths),
-                           .filled = filled.params});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "state"_a, "draft"_a, "max_depth"_a, "min_ngram"_a = 1,
-      "max_ngram"_a = 4, "hits"_a, "trials"_a, "paths"_a, "filled"_a,
-      "csrc/kernels/tree/draft_fill.h");
-  m.def(
-      "fill_observe",
-      [](const OpsContext& c, SharedArray seq_slots, const OpsState& state, SharedArray paths,
-         SharedArray hits, SharedArray trials) {
-        fill_observe(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
-                             .seq_slots = ints(seq_slots),
-                             .slots = state.state,
-                             .paths = structs<FillPath>(paths),
-                             .rates = {.hits = floats(hits), .trials = floats(trials)}});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "state"_a, "paths"_a, "hits"_a, "trials"_a,
-      "csrc/kernels/tree/draft_fill.h");
+  const char* draft_fill_h = "csrc/kernels/tree/draft_fill.h";
+  const auto rates =
+      fields_of<FillRates>(field("hits", &FillRates::hits), field("trials", &FillRates::trials));
+  using Fill = DraftFillParams;
+  bind_op(m, "draft_fill", draft_fill, draft_fill_h, py::kw_only(),
+          shaped("seq_slots", &Fill::seq_slots, 0, &Fill::num_seqs), field("state", &Fill::slots),
+          field("draft", &Fill::draft), field("max_depth", &Fill::max_depth),
+          option("min_ngram", &Fill::min_ngram), option("max_ngram", &Fill::max_ngram),
+          within(&Fill::rates, rates), field("paths", &Fill::paths),
+          field("filled", &Fill::filled));
+  using Observe = FillObserveParams;
+  bind_op(m, "fill_observe", fill_observe, draft_fill_h, py::kw_only(),
+          shaped("seq_slots", &Observe::seq_slots, 0, &Observe::num_seqs),
+          field("state", &Observe::slots), field("paths", &Observe::paths),
+          within(&Observe::rates, rates));
 }
 
 void bind_verification(py::module_& m) {
-  m.def(
-      "accept_tree",
-      [](const OpsContext& c, const OpsTrees& trees, SharedArray drawn, SharedArray logprobs,
-         SharedArray seq_slots, SharedArray sampling, const OpsState& state, SharedArray stops,
-         const OpsSink& sink, SharedArray candidates, int verify_window, SharedArray inner) {
-        accept_tree(c.ctx, {.trees = trees.trees,
-                            .drawn = ints(drawn),
-                            .logprobs = structs<TokenLogprobs>(logprobs),
-                            .seq_slots = ints(seq_slots),
-                            .sampling = structs<SlotSampling>(sampling),
-                            .candidates = structs<TokenCandidates>(candidates),
-                            .verify_window = verify_window,
-                            .state = state.state,
-                            .stops = structs<SlotStop>(stops),
-                            .inner = structs<InnerCounts>(inner),
-                            .sink = sink.params});
-      },
-      "ctx"_a, py::kw_only(), "trees"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a, "sampling"_a,
-      "state"_a, "stops"_a, "sink"_a = OpsSink(), "candidates"_a = SharedArray(),
-      "verify_window"_a = 0, "inner"_a = SharedArray(), "csrc/kernels/tree/tree.h");
-  m.def(
-      "keep_accepted",
-      [](const OpsContext& c, SharedArray pool, int num_heads, int width, SharedArray page_table,
-         int num_nodes, SharedArray seq_slots, SharedArray lengths, const OpsAccepted& accepted,
-         SharedArray hidden, SharedArray accepted_hidden) {
-        keep_accepted(c.ctx, {.pool = tensor_of(pool),
-                              .num_heads = num_heads,
-                              .width = width,
-                              .page_table = ints(page_table),
-                              .max_pages = size_of_dim(page_table, 1),
-                              .num_seqs = size_of_dim(seq_slots, 0),
-                              .num_nodes = num_nodes,
-                              .seq_slots = ints(seq_slots),
-                              .lengths = ints(lengths),
-                              .accepted = accepted.params,
-                              .hidden = tensor_of(hidden),
-                              .accepted_hidden = tensor_of(accepted_hidden)});
-      },
-      "ctx"_a, py::kw_only(), "pool"_a, "num_heads"_a, "width"_a, "page_table"_a, "num_nodes"_a,
-      "seq_slots"_a, "lengths"_a, "accepted"_a, "hidden"_a = SharedArray(),
-      "accepted_hidden"_a = SharedArray(), "csrc/kernels/tree/tree.h");
+  const char* tree = "csrc/kernels/tree/tree.h";
+  using Accept = AcceptTreeParams;
+  bind_op(m, "accept_tree", accept_tree, tree, py::kw_only(), field("trees", &Accept::trees),
+          field("drawn", &Accept::drawn), field("logprobs", &Accept::logprobs),
+          field("seq_slots", &Accept::seq_slots), field("sampling", &Accept::sampling),
+          field("state", &Accept::state), field("stops", &Accept::stops),
+          option("sink", &Accept::sink), option("candidates", &Accept::candidates),
+          option("verify_window", &Accept::verify_window), option("inner", &Accept::inner));
+  using Keep = KeepAcceptedParams;
+  bind_op(m, "keep_accepted", keep_accepted, tree, py::kw_only(), field("pool", &Keep::pool),
+          field("num_heads", &Keep::num_heads), field("width", &Keep::width),
+          shaped("page_table", &Keep::page_table, 1, &Keep::max_pages),
+          field("num_nodes", &Keep::num_nodes),
+          shaped("seq_slots", &Keep::seq_slots, 0, &Keep::num_seqs),
+          field("lengths", &Keep::lengths), field("accepted", &Keep::accepted),
+          option("hidden", &Keep::hidden), option("accepted_hidden", &Keep::accepted_hidden));
 }
 
 }  // namespace

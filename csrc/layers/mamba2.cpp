@@ -22,11 +22,11 @@ MambaShape shape_of(const Params& params) {
   CHECK(shape.num_heads >= 1 && shape.num_groups >= 1 && shape.num_heads % shape.num_groups == 0,
         "a mamba2 block has {} heads in {} groups, expected a multiple of the groups",
         shape.num_heads, shape.num_groups);
-  CHECK(shape.head_dim >= 8 && shape.head_dim % 8 == 0 && shape.state_size >= 8 &&
-            shape.state_size % 8 == 0,
-        "a mamba2 block has a head_dim of {} and a state_size of {}, expected positive multiples "
-        "of 8",
-        shape.head_dim, shape.state_size);
+  CHECK(shape.num_heads % 8 == 0 && shape.head_dim >= 8 && shape.head_dim % 8 == 0 &&
+            shape.state_size >= 8 && shape.state_size % 8 == 0,
+        "a mamba2 block has {} heads, a head_dim of {} and a state_size of {}, expected positive "
+        "multiples of 8",
+        shape.num_heads, shape.head_dim, shape.state_size);
   return shape;
 }
 

@@ -216,9 +216,12 @@ class MoeBlock : public Block {
     append_router(ops, input);
     const Value x =
         router_rule_.norms_input() ? router_rule_.append_experts_norm(ops, input) : input;
-    if (!adds_) {  // moe_combine adds to `hidden`
-      ops.call(mlp_ + "zero", {}, {hidden}, [=](const Context& ctx, const Step&, const Rows& rows) {
-        const Tensor all = rows(hidden);
+    // Each rank has some columns of every expert, and sums its part of all experts.
+    const bool divided = ops.sums_over_ranks(), adds = adds_ && !divided;
+    const Value out = divided ? ops.part() : hidden;
+    if (!adds) {  // moe_combine adds to `out`
+      ops.call(mlp_ + "zero", {}, {out}, [=](const Context& ctx, const Step&, const Rows& rows) {
+        const Tensor all = rows(out);
         fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
       });
     }
@@ -234,12 +237,12 @@ class MoeBlock : public Block {
       sum.gate_column = shape_.num_experts;
     }
     append_experts(ops, x);
-    ops.combine(mlp_ + "experts.combine", hidden, sum, adds_);
+    ops.combine(mlp_ + "experts.combine", out, sum, adds);
     if (shared_down_ != nullptr && !shape_.shared_gate) {
-      ops.add_linear(shared_down, *shared_down_, hidden, shared_act, spec_.residual_scale,
-                     /*adds=*/true);
+      ops.accumulate(shared_down, *shared_down_, out, shared_act, spec_.residual_scale);
     }
     ops.end_groups();
+    if (divided) ops.add_parts(hidden, adds_);
   }
 
  private:

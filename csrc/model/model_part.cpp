@@ -11,7 +11,8 @@
 namespace cpmcu {
 namespace {
 
-constexpr std::array<std::string_view, 2> kKinds{"attention", "mlp"};  // that can be divided
+// Blocks that can be divided.
+constexpr std::array<std::string_view, 4> kKinds{"attention", "sparse_attention", "mlp", "moe"};
 
 class Divider {
  public:
@@ -43,8 +44,15 @@ class Divider {
           num_ranks_, module, inputs, unit);
   }
 
-  // Parts that are one tensor in the files would be cut across their border.
-  void check_rows(const std::string& module) const {
+  // Checks that the rank's rows of each part are whole blocks with one scale. Parts that are one
+  // tensor in the files would be cut across their border.
+  void check_rows(const std::string& module, int64_t rows) const {
+    const bool has_blocks = whole_.linear_method_of(module) != "dense" &&
+                            whole_.linear_options_of(module).group_size == 0;
+    CHECK(!has_blocks || rows % kPackedK == 0 || rows * num_ranks_ <= kPackedK,
+          "tensor_parallel_size is {}, but a part of {} has {} rows for each GPU, expected a "
+          "multiple of {}, whose weights share a scale",
+          num_ranks_, module, rows, kPackedK);
     CHECK(!whole_.linear_options_of(module).stacked || whole_.linear_method_of(module) == "dense",
           "tensor_parallel_size is {}, but {} is one quantised tensor in the files, expected its "
           "parts; convert the model with `python -m cpmcu.convert`",
@@ -57,6 +65,7 @@ class Divider {
           "tensor_parallel_size is {}, but layer {} has a block of kind {}, which runs on one GPU; "
           "expected tensor_parallel_size 1",
           num_ranks_, layer, block.kind);
+    if (block.kind == "moe") return moe(block, name + "mlp.");
     return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
   }
 
@@ -65,8 +74,28 @@ class Divider {
     const int width = divide(name + "mlp.", "intermediate_size",
                              block.params.integer("intermediate_size", whole_.intermediate_size));
     block.params.set("intermediate_size", int64_t{width});
-    check_rows(name + "mlp.gate_up_proj");
+    check_rows(name + "mlp.gate_up_proj", width);
     check_inputs(name + "mlp.down_proj", width);
+    return block;
+  }
+
+  // Columns of each expert, so that any choice of experts is work for all ranks.
+  BlockSpec moe(BlockSpec block, const std::string& mlp) const {
+    CHECK(!block.params.flag("expert_bias", false),
+          "tensor_parallel_size is {}, but the experts of {} have biases, which run on one GPU; "
+          "expected tensor_parallel_size 1",
+          num_ranks_, mlp);
+    const auto divide_width = [&](const char* field, int width, const std::string& prefix) {
+      const int part = divide(mlp, field, width);
+      block.params.set(field, int64_t{part});
+      check_rows(prefix + "gate_up_proj", part);
+      check_inputs(prefix + "down_proj", part);
+    };
+    divide_width("intermediate_size",
+                 block.params.integer("intermediate_size", whole_.intermediate_size),
+                 mlp + "experts.0.");
+    const int shared = block.params.integer("shared_intermediate_size", 0);
+    if (shared > 0) divide_width("shared_intermediate_size", shared, mlp + "shared_expert.");
     return block;
   }
 
@@ -83,9 +112,10 @@ class Divider {
         attn, block.params.integer("num_key_value_heads", whole_.num_key_value_heads));
     block.params.set("num_attention_heads", int64_t{heads});
     block.params.set("num_key_value_heads", int64_t{kv_heads});
-    check_rows(attn + "qkv_proj");
-    check_inputs(attn + "o_proj",
-                 int64_t{heads} * block.params.integer("head_dim", whole_.head_dim));
+    const int head_dim = block.params.integer("head_dim", whole_.head_dim);
+    check_rows(attn + "qkv_proj", int64_t{heads} * head_dim);
+    check_rows(attn + "qkv_proj", int64_t{kv_heads} * head_dim);
+    check_inputs(attn + "o_proj", int64_t{heads} * head_dim);
     return block;
   }
 

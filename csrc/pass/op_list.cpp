@@ -90,14 +90,23 @@ void OpList::gated(const std::string& name, const LinearMethod& method, const Va
 
 void OpList::add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
                         const Value& x, float alpha, bool adds) {
-  if (part_.id >= 0) {
+  if (sums_over_ranks()) {
     linear(name, method, part_, x, alpha);
-    return append("sum over ranks", RankSumOp{hidden, part_, adds});
+    return add_parts(hidden, adds);
   }
   if (!adds) return linear(name, method, hidden, x, alpha);
+  accumulate(name, method, hidden, x, alpha);
+}
+
+void OpList::accumulate(const std::string& name, const LinearMethod& method, const Value& value,
+                        const Value& x, float alpha) {
   const Value y = term();
   linear(name, method, y, x, alpha);
-  append("sum", SumOp{hidden, y});
+  append("sum", SumOp{value, y});
+}
+
+void OpList::add_parts(const Value& hidden, bool adds) {
+  append("sum over ranks", RankSumOp{hidden, part_, adds});
 }
 
 void OpList::norm(const std::string& name, const Value& out, const Value& x,

@@ -30,6 +30,11 @@ class OpList {
   // add_linear writes its result to `part` [T, H], and an op of its own sums the parts of all
   // ranks. For the layers of a model that is divided among GPUs.
   void sum_over_ranks(const Value& part) { part_ = part; }
+  bool sums_over_ranks() const { return part_.id >= 0; }
+  const Value& part() const { return part_; }
+  // hidden += the sum of all ranks' parts, for a block that writes to `part` itself. Without `adds`
+  // hidden is overwritten.
+  void add_parts(const Value& hidden, bool adds);
 
   // y = alpha * method(x).
   void linear(const std::string& name, const LinearMethod& method, const Value& y, const Value& x,
@@ -41,6 +46,9 @@ class OpList {
   // over ranks is an op of its own.
   void add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
                   const Value& x, float alpha, bool adds);
+  // value += alpha * method(x), also if `value` is the part of this rank.
+  void accumulate(const std::string& name, const LinearMethod& method, const Value& value,
+                  const Value& x, float alpha);
   void norm(const std::string& name, const Value& out, const Value& x, const RmsNormParams& params);
   void rotary(const std::string& name, const Value& qkv, const RotaryKvParams& params);
   void attention(const std::string& name, AttentionOp op);

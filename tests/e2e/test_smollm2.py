@@ -31,6 +31,13 @@ def test_it_answers_and_goes_on(smollm2: Server) -> None:
     assert smollm2.post(CHAT, body).json()["choices"][0]["message"]["content"]
 
 
+def test_a_short_question_has_an_answer_that_ends(smollm2: Server) -> None:
+    """Without sampling, this answer repeats "la femme au martyre" until the context is full."""
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    choice = smollm2.post(CHAT, body | {"seed": 1, "max_tokens": 100}).json()["choices"][0]
+    assert "Paris" in choice["message"]["content"] and choice["finish_reason"] == "stop"
+
+
 def test_a_forced_call_has_arguments_of_its_schema(smollm2: Server) -> None:
     pytest.importorskip("llguidance")
     schema = {

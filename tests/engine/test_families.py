@@ -274,8 +274,8 @@ def test_cuda(name: str, tmp_path: Path) -> None:
     config = {"head_dim": 64, **config}
     tiny = write_tiny(tmp_path, family, dtype="float16", **config)
     write_tiny(tmp_path / "float32", family, weights=tiny.weights, **config)
-    # With the ids of seed 1, a router of gpt_oss has a margin below 5e-5; with seed 4, 0.01.
-    seed = 4 if name == "gpt_oss" else 1
+    # The smallest margin of a router is 0.01, 0.007 and 0.007; with seed 1, below 5e-5 in gpt_oss.
+    seed = {"gpt_oss": 4, "nemotron_h": 3, "granite hybrid": 10}.get(name, 1)
     ids = random_ids(tiny.config["vocab_size"], LENGTH, seed)
     exact, on_cpu = engine_logits(tmp_path / "float32", ids), engine_logits(tmp_path, ids)
     assert_as_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, exact)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu import LLM, SamplingParams, cli
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.engine.runner import Runner
 from tests.engine.drafted import (
     COUNT,
@@ -24,12 +26,13 @@ from tests.engine.drafted import (
     Models,
     family_of,
 )
-from tests.engine.harness import random_ids
+from tests.engine.harness import SHIPPED, random_ids
 from tests.engine.prefix import PAGE, Job, running
+from tests.engine.sparse import sparse_models
 from tests.engine.test_masked_steps import one as masked_output
 from tests.engine.test_swap_space import ROOM, engine_of, runner_of, submit_and_check
 from tests.reference.engines import extension_or_skip, load_tiny, prompt_logits
-from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_checkpoints import ARCHITECTURES, tiny_config, write_tiny
 
 C = extension_or_skip()
 
@@ -72,6 +75,66 @@ def test_logits(models: Models, family: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_of_packed_weights(models: Models, form: str) -> None:
     check_logits(models, f"llama_{form}")
+
+
+# Families that run on one GPU.
+REFUSED = {"gptoss", "granitehybrid", "lfm2", "lfm2moe", "lfm3", "nemotron", "olmo2", "olmo3"}
+SIZES = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 96,
+}
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_families(tmp_path: Path, family: str) -> None:
+    config = tiny_config(family)
+    sizes: dict[str, Any] = {key: size for key, size in SIZES.items() if key in config}
+    if family == "gemma4":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    sizes["num_hidden_layers"] = len(config.get("layer_types") or range(4))
+    directory = write_tiny(tmp_path, family, **sizes).directory
+    if family in REFUSED:
+        with pytest.raises(ValueError, match=r"tensor_parallel_size is 2, but .*on one GPU"):
+            load_tiny(directory, tensor_parallel_size=2)
+        return
+    one, two = (load_tiny(directory, tensor_parallel_size=n).engine for n in (1, 2))
+    ids = random_ids(100, 60, seed=3)
+    expected, got = prompt_logits(one, ids), prompt_logits(two, ids)
+    assert 0 < np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "nvfp4mo"])
+@pytest.mark.parametrize("family", ["qwen3moe", "qwen2moe"])
+def test_experts_of_packed_weights(tmp_path: Path, device: str, family: str, form: str) -> None:
+    sizes = {"moe_intermediate_size": 256, "num_experts": 4}
+    if family == "qwen2moe":
+        sizes["shared_expert_intermediate_size"] = 256
+    models = two_ranks(tmp_path, device, **sizes)
+    check_logits(models, f"{family}_{form}")
+    drive = Drive(models.drafted("ngram", f"{family}_{form}", TREES["chain"]))
+    for ids, name in zip(PROMPTS[1:4], SAMPLINGS):
+        got = drive.one(ids, 40, **SAMPLINGS[name])
+        assert got == models.plain(f"{family}_{form}", ids, 40, **SAMPLINGS[name])
+
+
+def test_sparse_attention(tmp_path: Path, device: str) -> None:
+    """Each rank chooses the blocks of its own key heads."""
+    if device == "cuda" and C.device_count() < 2:
+        pytest.skip("one GPU")
+    models = sparse_models(tmp_path, device)
+    one = models.engine("minicpm", None)
+    models.num_ranks = 2
+    two = models.engine("minicpm", None)
+    ids = random_ids(450, VOCAB, seed=9)
+    expected, got = prompt_logits(one, ids), prompt_logits(two, ids)
+    tolerance = 1e-5 if models.dtype == "float32" else 0.02
+    assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
+    drive = Drive(models.drafted("minicpm_eagle", "minicpm", TREES["narrow"]))
+    for name in ("greedy", "seeded"):
+        got = drive.one(ids, 40, **SAMPLINGS[name])
+        assert got == models.plain("minicpm", ids, 40, **SAMPLINGS[name])
 
 
 def test_logits_in_16_bits(tmp_path: Path, device: str) -> None:
@@ -285,3 +348,31 @@ def test_requests_get_the_error_of_a_rank(models: Models) -> None:
                 job.wait()
     finally:
         runner.close()
+
+
+# ---- the package
+
+
+def test_llm_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(str(SHIPPED), device="cpu", tensor_parallel_size=2, num_threads=1) as llm:
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=7)
+        assert llm.draft_spec is not None
+        drafted = llm.generate("def add(", params)[0].outputs[0].token_ids
+    with LLM(
+        str(SHIPPED),
+        device="cpu",
+        tensor_parallel_size=2,
+        num_threads=1,
+        speculative_config=SpeculativeConfig(no_speculation=True),
+    ) as llm:
+        assert llm.generate("def add(", params)[0].outputs[0].token_ids == drafted
+    arguments = ["--model", str(SHIPPED), "--memory-plan", "--device", "cpu"]
+    assert cli.main([*arguments, "--tensor-parallel-size", "2"]) == 0
+    text = capsys.readouterr()
+    assert "GPU 0 of 2" in text.out + text.err and "GPU 1 of 2" in text.out + text.err
+
+
+@pytest.mark.parametrize("size", [0, 3, 16])
+def test_sizes_that_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size is"):
+        EngineConfig(tensor_parallel_size=size)

@@ -426,6 +426,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("granitehybrid", {"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "at most"]),
     ("granitehybrid", {"mamba_d_head": 24}, ["mamba_d_head is 24", "/ mamba_n_heads"]),
+    (
+        "granitehybrid",
+        {"mamba_n_heads": 4, "mamba_d_head": 32},
+        ["mamba_n_heads is 4", "a multiple of 8"],
+    ),
     ("granitehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups is 3", "a divisor of mamba_n_heads"]),
     ("granitehybrid", {"mamba_d_conv": 9}, ["mamba_d_conv is 9", "2 to 8"]),
     ("granitehybrid", {"mamba_proj_bias": True}, ["mamba_proj_bias is True", "biases of proj"]),

@@ -43,6 +43,13 @@ def test_the_draft_of_the_chat_package(package: Path, monkeypatch: pytest.Monkey
     assert shipped.shipped_draft(package / "other.gguf") is None
 
 
+def test_the_sampling_of_the_chat_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shipped.sampling_defaults(package / "model.gguf") == {}
+    monkeypatch.setattr(shipped, "packaged_model", lambda: package / "model.gguf")
+    assert shipped.sampling_defaults(package / "model.gguf")["temperature"] == 0.2
+    assert shipped.sampling_defaults(package / "other.gguf") == {}
+
+
 def test_a_path_names_a_model_even_if_there_is_none() -> None:
     for word in ("nosuch/", "models/nosuch/", "models/qwen/nosuch", "./nosuch"):
         assert names_model(word)
