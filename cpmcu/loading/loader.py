@@ -85,13 +85,15 @@ def load_model(
     device "cuda" is not available.
     """
     directory = resolve_model(model, config.revision)
-    hf_config = read_config(directory)
+    device = choose_device(config.device)
     files = model_files(directory)
+    if device == "cpu":
+        files = files.on_cpu()
+    hf_config = read_config(directory, files)
     generation_file = directory / "generation_config.json"
     generation_config = sampling_defaults(directory) | files.json(generation_file.name)
     with about(directory):
         family = find_model(hf_config)
-    device = choose_device(config.device)
     checkpoint = files.checkpoint()
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     if hf_config.get("tie_word_embeddings") and has_own_head(checkpoint):
@@ -283,12 +285,12 @@ def _expected(
     return metas, [info.name for info in infos if info.required]
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path, files: ModelFiles | None = None) -> dict[str, Any]:
     """config.json of a model, with its `text_config` at the top level.
 
     Raises FileNotFoundError or ValueError.
     """
-    files = model_files(directory)
+    files = files or model_files(directory)
     if not is_gguf(directory) and not (directory / "config.json").is_file():
         _refuse_adapter(files)
         raise FileNotFoundError(

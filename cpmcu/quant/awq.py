@@ -1,4 +1,4 @@
-"""AWQ in AutoAWQ's format "gemm": zero points, groups of 32, 64 or 128, or channel-wise scales.
+"""AWQ in AutoAWQ's format "gemm": zero points, groups of 16 to 128, or channel-wise scales.
 
 `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8] and `scales` [G, N] for each linear layer.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.int4 import (
+    GROUP_SIZES,
     Format,
     check_bits,
     check_group_size,
@@ -33,7 +34,9 @@ class Awq:
         quant = quant_config_of(config)
         check_present("awq", tensors, ".qweight")
         check_bits(quant.get("bits", quant.get("w_bit")), 4)
-        group_size = check_group_size(quant.get("group_size", quant.get("q_group_size")))
+        group_size = check_group_size(
+            quant.get("group_size", quant.get("q_group_size")), GROUP_SIZES[4]
+        )
         version = str(quant.get("version", "gemm")).lower()
         if version != "gemm":
             raise ValueError(f"quantization_config: version is {shown(version)}, expected 'gemm'")

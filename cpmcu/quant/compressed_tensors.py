@@ -21,6 +21,7 @@ from cpmcu.quant.float_groups import E8M0, FloatFormat, float_group_part
 from cpmcu.quant.fp8 import E4M3, fp8_part
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
+    GROUP_SIZES,
     Format,
     check_bits,
     check_group_size,
@@ -208,7 +209,9 @@ def _form(group: Mapping[str, Any], quant: Mapping[str, Any]) -> _Form:
             f"quantization_config: symmetric is false, expected true of {_PLAIN}; name the model's "
             f"16-bit files, or its files with 8 bits in {_PACKED}"
         )
-    group_size = check_group_size(weights.get("group_size")) if by_group else CHANNEL_WISE
+    if not by_group:
+        return _Form(stated, bits, CHANNEL_WISE, zero_points)
+    group_size = check_group_size(weights.get("group_size"), GROUP_SIZES[bits])
     return _Form(stated, bits, group_size, zero_points)
 
 

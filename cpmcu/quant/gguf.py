@@ -18,6 +18,7 @@ from cpmcu.quant.parts import Part, plan_parts
 from cpmcu.quant.registry import LinearOptions, QuantPlan, register_quant
 
 _GROUP = 32  # values of a block of integers
+_RECORDS = (".weight_records", ".weight_half_records")
 
 
 @register_quant("gguf")
@@ -28,7 +29,7 @@ class Gguf:
         return quant_config.get("quant_method") == "gguf"
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
-        k_quants = set(quantised_modules(tensors, ".weight_group_scale"))
+        k_quants = {m for name in _RECORDS for m in quantised_modules(tensors, name)}
         packed = [m for m in quantised_modules(tensors, ".weight_packed") if m not in k_quants]
         integers = [m for m in packed if tensors[m + ".weight_packed"].dtype == "int32"]
         mxfp4 = [m for m in packed if m not in set(integers)]
@@ -55,9 +56,18 @@ def _k_quant_parts(tensors: Mapping[str, TensorMeta], modules: Collection[str]) 
     """Parts with formats of csrc/linear/k_quant_tensors.cpp, which follow from the tensors."""
     by_format: dict[str, list[str]] = {}
     for module in sorted(modules):
-        is_4, has_min = (f"{module}.{name}" in tensors for name in ("weight_packed", "weight_min"))
-        by_format.setdefault("q4_k" if is_4 else "q5_k" if has_min else "q6_k", []).append(module)
+        by_format.setdefault(_k_quant_format(tensors, module), []).append(module)
     return [
         Part(its, LinearOptions(layout="k_quants", format=name), f"K-quants ({name})")
         for name, its in by_format.items()
     ]
+
+
+def _k_quant_format(tensors: Mapping[str, TensorMeta], module: str) -> str:
+    halves = f"{module}.weight_half_records" in tensors
+    of_min = f"{module}.weight_half_min_records" if halves else f"{module}.weight_min_records"
+    if f"{module}.weight_packed" in tensors:
+        kind = "k4"
+    else:
+        kind = "k8_min" if of_min in tensors else "k8"
+    return kind + ("_halves" if halves else "")

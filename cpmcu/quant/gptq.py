@@ -1,4 +1,4 @@
-"""GPTQ in the format of AutoGPTQ and GPTQModel: groups of 32, 64, 128, or channels, in order of K.
+"""GPTQ in the format of AutoGPTQ and GPTQModel: groups of 16 to 128, or channels, in order of K.
 
 Each linear layer has `qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and
 `g_idx` [K]; with 8 bits [K / 4, N] and [G, N / 4]. If `sym` is true, all zero points are 8 (128);
@@ -18,6 +18,7 @@ from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.int4 import (
     CHANNEL_WISE,
+    GROUP_SIZES,
     Format,
     check_bits,
     check_group_size,
@@ -105,7 +106,7 @@ def module_settings(quant: Mapping[str, Any], module: str) -> Mapping[str, Any]:
 
 def _form(settings: Mapping[str, Any]) -> _Form:
     bits = check_bits(settings.get("bits"), 4, 8)
-    group_size = check_group_size(settings.get("group_size"))
+    group_size = check_group_size(settings.get("group_size"), GROUP_SIZES[bits])
     refuse_order(settings, group_size)
     return _Form(bits, group_size, settings.get("sym") is True)
 

@@ -16,7 +16,7 @@ from cpmcu.quant.registry import LinearOptions, Read, Repack
 
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
-GROUP_SIZES = (32, 64, GROUP_SIZE)
+GROUP_SIZES = {4: (16, 32, 64, GROUP_SIZE), 8: (32, 64, GROUP_SIZE)}  # by bits
 
 _FUSED = ("qkv_proj", "gate_up_proj")  # stored as one matrix by CPM.cu
 # Projections without a bias in all supported models.
@@ -123,7 +123,7 @@ def check_present(scheme: str, tensors: Mapping[str, TensorMeta], suffix: str) -
         raise ValueError(f"quantization_config says {scheme}, but no tensor ends in {suffix}")
 
 
-def check_group_size(found: Any, sizes: Sequence[int] = GROUP_SIZES) -> int:
+def check_group_size(found: Any, sizes: Sequence[int]) -> int:
     """Returns `found` if it is one of `sizes` or -1. Raises ValueError otherwise."""
     if found not in (*sizes, CHANNEL_WISE) or isinstance(found, bool):
         raise ValueError(

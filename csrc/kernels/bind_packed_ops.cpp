@@ -29,9 +29,9 @@ void bind_packs(py::module_& m) {
           option("k_per_scale", &Int8::k_per_scale, 32));
   using K = KQuantPackParams;
   bind_op(m, "k_quant_pack", k_quant_pack, "csrc/kernels/gemm/packed/k_quant_pack.h",
-          field("w", &K::w), field("codes", &K::codes), field("scales", &K::scales),
-          field("group_scales", &K::group_scales), py::kw_only(), option("mins", &K::mins),
-          option("group_mins", &K::group_mins), option("first_row", &K::first_row));
+          field("w", &K::w), field("codes", &K::codes), field("records", &K::records),
+          py::kw_only(), option("min_records", &K::min_records),
+          option("first_row", &K::first_row));
   using Float = FloatGroupPackParams;
   bind_op(m, "float_group_pack", float_group_pack, "csrc/kernels/gemm/packed/float_group_pack.h",
           field("w", &Float::w), field("codes", &Float::codes), field("scales", &Float::scales),

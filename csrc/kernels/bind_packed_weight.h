@@ -16,6 +16,7 @@ inline auto packed_layout_options() {
   };
   return fields_of<L>(optional(field_of<L, std::string>("codes", codes)),
                       option("zero_points", &L::zero_points), option("minimum", &L::minimum),
+                      option("halves", &L::halves),
                       optional(field_of<L, std::string>("scale_dtype", scale_dtype)),
                       option("scale_rows", &L::scale_rows), option("group", &L::group));
 }

@@ -1,5 +1,5 @@
 // Layout "int4": the tensors of GPTQ, AWQ, compressed-tensors and CPM.cu's Marlin files. Options:
-// format, group_size (32, 64, 128 or -1), zero_points, scale_dtype, stacked.
+// format, group_size (16, 32, 64, 128 or -1), zero_points, scale_dtype, stacked.
 #include <iterator>
 #include <string_view>
 #include <vector>
@@ -25,6 +25,11 @@ Int4Format format_of(const LinearConfig& config) {
               format("{}: format \"{}\" of 4-bit weights is not known; known are \"gptq\", "
                      "\"gptq_v2\", \"awq\", \"compressed\", \"marlin\"",
                      config.stacked_name(), config.options.format));
+}
+
+// k of a scale in weight blocks; 0: all of a block.
+int group_in_blocks(int group_size) {
+  return group_size == 16 ? 16 : group_size == 32 || group_size == 64 ? 32 : 0;
 }
 
 class Int4Tensors : public PackedTensors {
@@ -72,19 +77,16 @@ class Int4Tensors : public PackedTensors {
 Int4Tensors::Int4Tensors(const LinearConfig& config)
     : format_(format_of(config)),
       by_row_(format_ == Int4Format::kCompressed),
-      weight_(
-          {.n = config.out_features(),
-           .k = config.in_features,
-           .layout = {.zero_points = config.options.zero_points,
-                      .scale_dtype = config.options.scale_dtype,
-                      .group = config.options.group_size == 32 || config.options.group_size == 64
-                                   ? 32
-                                   : 0},
-           .gated = config.gated}) {
+      weight_({.n = config.out_features(),
+               .k = config.in_features,
+               .layout = {.zero_points = config.options.zero_points,
+                          .scale_dtype = config.options.scale_dtype,
+                          .group = group_in_blocks(config.options.group_size)},
+               .gated = config.gated}) {
   const std::string& name = config.stacked_name();
   const int group = config.options.group_size;
-  CHECK(group == 32 || group == 64 || group == kPackedK || group == -1,
-        "{}: group_size is {}, expected 32, 64, {} or -1", name, group, kPackedK);
+  CHECK(group_in_blocks(group) > 0 || group == kPackedK || group == -1,
+        "{}: group_size is {}, expected 16, 32, 64, {} or -1", name, group, kPackedK);
   const int64_t k = config.in_features;
   const bool tiled = format_ == Int4Format::kMarlin;
   const int64_t n_factor = by_row_ ? 1 : tiled ? 64 : 8, k_factor = tiled ? 16 : 8;

@@ -1,11 +1,12 @@
-// Layout "k_quants": K-quants of llama.cpp, w = d s q - e m. K is a multiple of 256. Options:
+// Layout "k_quants": integers of GGUF with scales of two levels, or with float16 scales for 32 k
+// (kernels/gemm/packed/layout.h). The format is a name of kFormats. Tensors of a part [N, K]:
 //
-//   format     codes                      s                             m
-//   "q4_k"     weight_packed uint8 [N, K / 2]  weight_group_scale [N, K / 32]   weight_group_min
-//   "q6_k"     weight int8 [N, K]              weight_group_scale [N, K / 16]
-//   "q5_k"     weight int8 [N, K]              weight_group_scale [N, K / 16]   weight_group_min
-//
-// d is weight_scale, e is weight_min, float16 [N, K / 256]. Group scales are int8, minima uint8.
+//   weight_packed uint8 [N, K / 2] ("k4"), or weight int8 [N, K]
+//   weight_records, and weight_min_records of formats with a minimum: uint8
+//     [N, ceil(K / 128) * bytes of a record]; with halves, weight_half_records and
+//     weight_half_min_records
+#include <algorithm>
+#include <iterator>
 #include <string_view>
 #include <vector>
 
@@ -19,39 +20,54 @@ int64_t align_up(int64_t bytes) {
   return (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;
 }
 
+struct Format {
+  std::string_view name;
+  Codes codes;
+  bool minimum, halves;
+};
+constexpr Format kFormats[] = {
+    {"k4", Codes::kK4, true, false},     {"k4_halves", Codes::kK4, true, true},
+    {"k8", Codes::kK8, false, false},    {"k8_halves", Codes::kK8, false, true},
+    {"k8_min", Codes::kK8, true, false}, {"k8_min_halves", Codes::kK8, true, true},
+};
+
 class KQuantTensors : public PackedTensors {
  public:
   explicit KQuantTensors(const LinearConfig& config) {
-    const std::string& format = config.options.format;
-    CHECK(format == "q4_k" || format == "q5_k" || format == "q6_k",
-          "{}: format \"{}\" of K-quants is not known; known are \"q4_k\", \"q5_k\", \"q6_k\"",
-          config.stacked_name(), format);
-    const bool is_4 = format == "q4_k";
+    const auto* of =
+        std::find_if(std::begin(kFormats), std::end(kFormats),
+                     [&](const Format& format) { return format.name == config.options.format; });
+    CHECK(of != std::end(kFormats),
+          "{}: format \"{}\" of K-quants is not known; known are \"k4\", \"k8\", \"k8_min\", and "
+          "each with \"_halves\"",
+          config.stacked_name(), config.options.format);
+    const bool is_4 = of->codes == Codes::kK4;
     weight_ = {.n = config.out_features(),
                .k = config.in_features,
-               .layout = {.codes = is_4 ? Codes::kK4 : Codes::kK8,
-                          .minimum = format != "q6_k",
+               .layout = {.codes = of->codes,
+                          .minimum = of->minimum,
+                          .halves = of->halves,
                           .group = is_4 ? 32 : 16},
                .gated = config.gated};
-    CHECK(weight_.k % kSuperK == 0, "{} has {} inputs, expected a multiple of {} of K-quants",
-          config.stacked_name(), weight_.k, kSuperK);
+    CHECK(weight_.k % 32 == 0, "{} has {} inputs, expected a multiple of 32", config.stacked_name(),
+          weight_.k);
+    const int64_t record_columns = weight_.k_blocks() * weight_.layout.record_bytes();
     int64_t row = 0;
     for (const LinearPart& part : config.parts) {
       CHECK(part.out_features % 8 == 0, "{} has {} outputs, expected a multiple of 8", part.name,
             part.out_features);
       Part made{.name = part.name, .first_row = row};
-      const int64_t n = part.out_features, supers = weight_.k / kSuperK;
+      const int64_t n = part.out_features;
       const auto add = [&](const char* suffix, DType dtype, int64_t columns) {
         made.tensors.push_back({suffix, dtype, n, columns, num_bytes_});
         num_bytes_ += align_up(n * columns * size_of(dtype));
       };
       add(is_4 ? ".weight_packed" : ".weight", is_4 ? DType::kU8 : DType::kI8,
           is_4 ? weight_.k / 2 : weight_.k);
-      add(".weight_scale", DType::kF16, supers);
-      add(".weight_group_scale", DType::kI8, weight_.k / weight_.layout.group);
-      if (weight_.layout.minimum) {
-        add(".weight_min", DType::kF16, supers);
-        add(".weight_group_min", DType::kU8, weight_.k / weight_.layout.group);
+      add(of->halves ? ".weight_half_records" : ".weight_records", DType::kU8, record_columns);
+      if (of->minimum) {
+        add(of->halves ? ".weight_half_min_records" : ".weight_min_records", DType::kU8,
+            record_columns);
       }
       row += n;
       parts_.push_back(made);
@@ -76,10 +92,8 @@ class KQuantTensors : public PackedTensors {
       };
       k_quant_pack(ctx, {.w = weight,
                          .codes = of(0),
-                         .scales = of(1),
-                         .group_scales = of(2),
-                         .mins = of(3),
-                         .group_mins = of(4),
+                         .records = of(1),
+                         .min_records = of(2),
                          .first_row = part.first_row});
     }
   }

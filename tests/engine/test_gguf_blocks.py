@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmcu.loading.model_files import model_files
+from cpmcu.loading.model_files import GgufFiles, model_files
 from tests.engine.harness import DEVICES
 from tests.engine.test_moe_w4 import tiny_moe
 from tests.engine.test_w4 import dense, logits, tolerance
@@ -18,7 +18,7 @@ from tests.unit.test_gguf import TYPES, as_llama_cpp, gguf, metadata_of, write_g
 
 extension_or_skip()
 
-KINDS = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 # Byte offsets of the float16 numbers in a block.
 HALVES = {
@@ -84,15 +84,43 @@ MIXED = {
         "ffn_up": "Q5_K",
         "output.": "Q6_K",
     },
-    "decoded": {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q8_0"},
+    "halves": {"attn_q": "Q4_K", "attn_k": "Q5_1", "attn_v": "Q8_0", "attn_o": "Q4_1"},
+    "decoded": {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "MXFP4"},
 }
 MIXED["32"] |= {"ffn_down": "Q8_0", "ffn": "Q4_0"}
 MIXED["K"] |= {"ffn_gate": "Q3_K", "ffn_down": "IQ4_XS", "attn_output": "Q2_K", "output.": "Q6_K"}
+MIXED["halves"] |= {"ffn_gate": "Q6_K", "ffn": "Q8_0", "output.": "Q4_K"}
 MIXED["decoded"] |= {"ffn": "Q4_K", "output.": "Q4_K"}
+
+
+@pytest.fixture
+def halves_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU multiplies packed forms with halves, too."""
+    monkeypatch.setattr(GgufFiles, "on_cpu", lambda files: files)
+
+
+def test_forms_on_the_cpu(tmp_path: Path) -> None:
+    tiny = dense(tmp_path, "llama", hidden_size=256, intermediate_size=512)
+    kinds = {"attn_q": "Q4_K", "attn_": "Q8_0", "ffn_down": "Q4_1", "ffn_": "Q4_K"}
+    files = model_files(write(tmp_path / "found.gguf", tiny, kinds, decoded=False))
+    layer = "model.layers.0."
+    modules = [layer + name for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
+    for given, packed in ((files, [True] * 3), (files.on_cpu(), [False, False, True])):
+        checkpoint = given.checkpoint()
+        assert [is_packed(module, checkpoint) for module in modules] == packed
+    assert np.isfinite(logits(tmp_path / "found.gguf", "cpu")).all()
+
+
+def is_packed(module: str, checkpoint: Any) -> bool:
+    return any(
+        f"{module}.{name}" in checkpoint.tensors
+        for name in ("weight_scale", "weight_records", "weight_half_records")
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*KINDS, *K_QUANTS, *MIXED])
+@pytest.mark.usefixtures("halves_on_cpu")
 def test_logits(tmp_path: Path, device: str, kind: str) -> None:
     """q, k and v, or gate and up, of different types stay packed in a form that holds all."""
     wide = kind in K_QUANTS or kind in MIXED
@@ -104,9 +132,8 @@ def test_logits(tmp_path: Path, device: str, kind: str) -> None:
     checkpoint = model_files(found).checkpoint()
     layer = "model.layers.0."
     modules = [layer + "mlp.down_proj", layer + "mlp.up_proj", layer + "self_attn.q_proj"]
-    packed = [module + ".weight_scale" in checkpoint.tensors for module in modules]
-    assert packed == [True, True, kind != "decoded"]
-    assert ("lm_head.weight_scale" in checkpoint.tensors) == (kind != "32")
+    assert [is_packed(module, checkpoint) for module in modules] == [True, True, kind != "decoded"]
+    assert is_packed("lm_head", checkpoint) == (kind != "32")
     for name in checkpoint.tensors:
         assert name.rpartition(".")[2] != "scale"  # NVFP4's is weight_scale_2
     found_logits, twin_logits = (logits(path, device) for path in (found, twin))
@@ -117,12 +144,13 @@ EXPERTS: dict[str, dict[str, str]] = {
     "Q4_K_M": {"gate_exps": "Q4_K", "up_exps": "Q4_K", "down_exps": "Q6_K", "attn_": "Q4_K"},
     "UD": {"gate_exps": "Q4_K", "up_exps": "Q5_K", "down_exps": "Q5_K"},
     "MXFP4_MOE": {"_exps": "MXFP4", "attn_": "Q8_0"},
-    "decoded": {"gate_exps": "Q5_1", "up_exps": "Q4_K", "down_exps": "Q4_1"},
+    "halves": {"gate_exps": "Q5_1", "up_exps": "Q4_K", "down_exps": "Q4_1"},
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.usefixtures("halves_on_cpu")
 def test_experts(tmp_path: Path, device: str, kind: str) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "tie_word_embeddings": False}
     tiny = tiny_moe(tmp_path, **sizes)
@@ -130,9 +158,7 @@ def test_experts(tmp_path: Path, device: str, kind: str) -> None:
         write(tmp_path / f"{decoded}.gguf", tiny, EXPERTS[kind], decoded=decoded, arch="qwen3moe")
         for decoded in (False, True)
     ]
-    names = model_files(paths[0]).checkpoint().tensors
-    packed = "model.layers.1.mlp.experts.2.down_proj.weight_scale" in names
-    assert packed == (kind != "decoded")
+    assert is_packed("model.layers.1.mlp.experts.2.down_proj", model_files(paths[0]).checkpoint())
     found, twin = (logits(path, device) for path in paths)
     assert_close(found, twin, tolerance(device))
 

@@ -70,8 +70,10 @@ def check(
 
 GROUPS = {
     "gptq4_g32": gptq(group_size=32),
+    "gptq4_g16": gptq(group_size=16),
     "gptq8_g64": gptq(bits=8, group_size=64),
     "ct4_g64": compressed(group(["Linear"], "ct4_g64")),
+    "ct4_g16": compressed(group(["Linear"], "ct4_g16")),
     "ct8_g32": compressed(group(["Linear"], "ct8_g32")),
     "awq4_g64": {
         "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
@@ -82,14 +84,16 @@ GROUPS = {
 @on_devices
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("form", GROUPS)
-def test_groups_of_32_and_64(tmp_path: Path, device: str, form: str, scale_dtype: str) -> None:
+def test_small_groups(tmp_path: Path, device: str, form: str, scale_dtype: str) -> None:
     tiny = dense(tmp_path, "qwen2")
     forms = {"layers.1.self_attn.o_proj": "dense", "": form}
     check(tmp_path, tiny, forms, GROUPS[form], device, scale_dtype=scale_dtype)
 
 
 @on_devices
-@pytest.mark.parametrize("form", ["gptq4_g32", "ct8_g32", "awq4_g64", "gptq8", "int8", "ct8z"])
+@pytest.mark.parametrize(
+    "form", ["gptq4_g32", "ct4_g16", "ct8_g32", "awq4_g64", "gptq8", "int8", "ct8z"]
+)
 def test_experts_of_integers(tmp_path: Path, device: str, form: str) -> None:
     check(tmp_path, tiny_moe(tmp_path), {"": form}, (GROUPS | EIGHT_BITS)[form], device)
 

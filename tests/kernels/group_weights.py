@@ -18,6 +18,8 @@ INTEGERS = {
     "int4": (4, False, 32),
     "int4 zeros": (4, True, 32),
     "int4 by 64": (4, True, 64),
+    "int4 by 16": (4, False, 16),
+    "int4 by 16 zeros": (4, True, 16),
     "int8": (8, False, 32),
     "int8 by 128": (8, False, 128),
     "int8 zeros": (8, True, 64),
@@ -27,13 +29,19 @@ K_QUANTS = {
     "q4_k": ("k4", True, 0, 16, 32),
     "q5_k": ("k8", True, 0, 32, 16),
     "q6_k": ("k8", False, -32, 32, 16),
+    "q4_1": ("k4_halves", True, 0, 16, 32),
+    "q5_1": ("k8_halves", True, 0, 32, 16),  # rows of two kinds
+    "q8_0": ("k8_halves", False, -128, 128, 16),
 }
+TAG = np.array([0xFF, 0x7F], np.uint8)  # kHalvesTag
 KINDS = (*FLOATS, *INTEGERS, *K_QUANTS)
 
 
 def whole(kind: str, k: int) -> int:
     """K, or the next that this kind takes."""
-    return -(-k // 256) * 256 if kind in K_QUANTS else k
+    if kind not in K_QUANTS:
+        return k
+    return -(-k // 32) * 32 if kind == "q4_1" else -(-k // 256) * 256
 
 
 def codes_of(kind: str) -> str:
@@ -137,8 +145,13 @@ class IntegerWeights:
 
     @property
     def layout(self) -> dict[str, Any]:
-        settings = {"codes": f"int{self.bits}", "group": 32, "zero_points": self.has_zeros}
+        settings = {"codes": f"int{self.bits}", "group": self.group, "zero_points": self.has_zeros}
         return {**settings, "gated": self.gated}
+
+    @property
+    def group(self) -> int:
+        """k of a scale in weight blocks."""
+        return min(self.size, 32)
 
     def put(self, device: str) -> Any:
         return self._packed(device)[0]
@@ -148,7 +161,8 @@ class IntegerWeights:
         return self._packed(device)[1]
 
     def _packed(self, device: str) -> tuple[Any, Any]:
-        block_bytes = 256 * 128 * self.bits // 8 + 1024 * (3 if self.has_zeros else 2)
+        block_bytes = 256 * 128 * self.bits // 8
+        block_bytes += 256 * 128 // self.group * (3 if self.has_zeros else 2)
         shape = [-(-self.n // 256), -(-self.k // 128), block_bytes]
         blocks = put_raw(device, np.full(shape, 0xA5, np.uint8))
         weight = ops.PackedWeight(blocks, n=self.n, k=self.k, **self.layout)
@@ -198,23 +212,62 @@ class KQuantWeights:
         n, k = self.n, self.k
         self.q = rng.integers(low, high, (n, k), dtype=np.int8)
         small = 1 / (high * 64 * 3 * np.sqrt(k))
+        supers = -(-k // 256)
         self.d, self.e = (
-            (rng.uniform(0.2, 1, (n, k // 256)) * small * times).astype(np.float16)
+            (rng.uniform(0.2, 1, (n, supers)) * small * times).astype(np.float16)
             for times in (8, 8 * high / 2)
         )
-        signed = -128 if self.kind == "q6_k" else 0
-        self.s = rng.integers(signed, 64 if self.minimum else 128, (n, k // group), dtype=np.int8)
-        self.m = rng.integers(0, 64, (n, k // group), dtype=np.uint8)
-        scales = self.d.repeat(256 // group, 1).astype(np.float64) * self.s
-        minima = self.e.repeat(256 // group, 1).astype(np.float64) * self.m * self.minimum
-        exact = scales.repeat(group, 1) * self.q - minima.repeat(group, 1)
+        signed = 0 if self.minimum else -128
+        self.s = rng.integers(
+            signed, 64 if self.minimum else 128, (n, supers * 256 // group), dtype=np.int8
+        )
+        self.m = rng.integers(0, 64, (n, supers * 256 // group), dtype=np.uint8)
+        # Of rows with halves: one for 32 k, of both signs.
+        self.is_half = np.zeros(n, bool)
+        if self.codes.endswith("halves"):
+            self.is_half = (np.arange(n) % 3 > 0) | (self.codes == "k4_halves")
+        self.d_half, self.e_half = (
+            (rng.uniform(-1, 1, (n, supers * 8)) * small * 64 * times).astype(np.float16)
+            for times in (4, 4 * high / 2)
+        )
+        halves = [
+            each.astype(np.float64).repeat(32 // group, 1) for each in (self.d_half, self.e_half)
+        ]
+        levels = [
+            numbers.repeat(256 // group, 1).astype(np.float64) * of_groups
+            for numbers, of_groups in ((self.d, self.s), (self.e, self.m))
+        ]
+        scales, minima = (
+            np.where(self.is_half[:, None], half, level).repeat(group, 1)[:, :k]
+            for half, level in zip(halves, levels)
+        )
+        exact = scales * self.q - minima * self.minimum
         self.values = exact.astype(np.float32).astype(np.float64)
+
+    def records(
+        self, numbers: npt.NDArray[Any], groups: npt.NDArray[Any], halves: npt.NDArray[Any]
+    ) -> npt.NDArray[np.uint8]:
+        """Records [N, bytes] as csrc/kernels/gemm/packed/layout.h has them."""
+        blocks, rows = -(-self.k // 128), []
+        for row in range(self.n):
+            for block in range(blocks):
+                half = halves[row, 4 * block : 4 * block + 4]
+                half = np.where(np.arange(4) * 32 + block * 128 < self.k, half, np.float16(0))
+                if self.is_half[row]:
+                    tag = [] if self.codes == "k4_halves" else [TAG]
+                    rows.append(np.concatenate([*tag, half.astype("<f2").view(np.uint8)]))
+                    continue
+                of_block = groups.shape[1] // (2 * numbers.shape[1])
+                its = groups[row, block * of_block : (block + 1) * of_block]
+                number = numbers[row, block // 2 : block // 2 + 1]
+                rows.append(np.concatenate([number.view(np.uint8), its.view(np.uint8)]))
+        return np.stack(rows).reshape(self.n, -1)
 
     @property
     def layout(self) -> dict[str, Any]:
-        group = K_QUANTS[self.kind][4]
-        settings = {"codes": self.codes, "group": group, "minimum": self.minimum}
-        return {**settings, "gated": self.gated}
+        codes, halves = self.codes.removesuffix("_halves"), self.codes.endswith("_halves")
+        settings = {"codes": codes, "group": K_QUANTS[self.kind][4], "minimum": self.minimum}
+        return {**settings, "halves": halves, "gated": self.gated}
 
     def put(self, device: str) -> Any:
         return self._packed(device)[0]
@@ -224,9 +277,13 @@ class KQuantWeights:
         return self._packed(device)[1]
 
     def _packed(self, device: str) -> tuple[Any, Any]:
-        bits, group = (4 if self.codes == "k4" else 8), K_QUANTS[self.kind][4]
-        block_bytes = 256 * (128 * bits // 8 + (2 + 128 // group) * (1 + self.minimum))
-        shape = [-(-self.n // 256), self.k // 128, block_bytes]
+        bits = 4 if self.codes.startswith("k4") else 8
+        records = self.records(self.d, self.s, self.d_half)
+        min_records = self.records(self.e, self.m, self.e_half)
+        block_bytes = 256 * (128 * bits // 8)
+        k_blocks = -(-self.k // 128)
+        block_bytes += 256 * records.shape[1] // k_blocks * (1 + self.minimum)
+        shape = [-(-self.n // 256), k_blocks, block_bytes]
         blocks = put_raw(device, np.full(shape, 0xA5, np.uint8))
         weight = ops.PackedWeight(blocks, n=self.n, k=self.k, **self.layout)
         first = self.n // 2 // 8 * 8 if self.parts == 2 else self.n
@@ -235,11 +292,10 @@ class KQuantWeights:
             if not len(q):
                 continue
             stored = q if bits == 8 else (q[:, 0::2] | q[:, 1::2] << 4).view(np.uint8)
-            more = {"mins": self.e[rows], "group_mins": self.m[rows]} if self.minimum else {}
-            given = [np.ascontiguousarray(a) for a in (stored, self.d[rows], self.s[rows])]
+            more = {"min_records": put_raw(device, min_records[rows])} if self.minimum else {}
             ops.k_quant_pack(
-                context(device), weight, *(put_raw(device, a) for a in given),
-                **{name: put_raw(device, a) for name, a in more.items()}, first_row=rows.start,
+                context(device), weight, put_raw(device, np.ascontiguousarray(stored)),
+                put_raw(device, records[rows]), **more, first_row=rows.start,
             )  # fmt: skip
         return weight, blocks
 

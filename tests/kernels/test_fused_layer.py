@@ -227,7 +227,7 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if " by 16" not in kind])
 @pytest.mark.parametrize("m", sizes(1, 13, 100))
 def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
     hidden, intermediate = (group_weights.whole(kind, k) for k in (128, 192))

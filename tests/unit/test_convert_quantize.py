@@ -89,7 +89,7 @@ def test_files_round_to_nearest(tmp_path: Path, group_size: int) -> None:
     }
 
 
-def test_gptq_errs_less_on_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command with every flag, on a small model with the shipped model's tokenizer."""
     sizes = {"vocab_size": 4096, "num_hidden_layers": 2}
     weights = dict(write_tiny(tmp_path / "flat", "llama", **sizes).weights)
@@ -98,16 +98,23 @@ def test_gptq_errs_less_on_the_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     shutil.copy(shipped_model() / "tokenizer.json", tmp_path / "in")
     text = tmp_path / "text.txt"
     text.write_text((Path(__file__).parent / "test_convert_output.py").read_text("utf-8"))
+    calibrated = ["--group-size", "-1", "--verify", "--calibration", str(text)]
+    calibrated += ["--calibration-tokens", "1500"]
     errors = {}
-    for method in ("rtn", "gptq"):
-        flags = ["--method", method, "--group-size", "-1", "--device", "cpu", "--verify"]
-        flags += ["--calibration", str(text), "--calibration-tokens", "1500", "--plain-output"]
-        status = main(["quantize", str(tmp_path / "in"), str(tmp_path / method), *flags])
+    for name, own in {
+        "rtn": ["--method", "rtn", *calibrated],
+        "gptq": ["--method", "gptq", *calibrated],
+        "nvfp4": ["--format", "nvfp4", "--verify", str(text)],
+        "mxfp4": ["--format", "mxfp4", "--verify", str(text)],
+    }.items():
+        flags = [*own, "--device", "cpu", "--plain-output"]
+        status = main(["quantize", str(tmp_path / "in"), str(tmp_path / name), *flags])
         shown = capsys.readouterr().err
         assert status == 0, shown
         assert "time left" in shown and "perplexity" in shown
-        errors[method] = float(shown.partition("KL divergence ")[2].split()[0])
+        errors[name] = float(shown.partition("KL divergence ")[2].split()[0])
     assert 0 < errors["gptq"] < errors["rtn"]
+    assert 0 < errors["nvfp4"] < errors["mxfp4"]
 
 
 def test_a_gguf_file_becomes_a_directory(tmp_path: Path) -> None:

@@ -26,22 +26,41 @@ def numbers(made: dict[str, npt.NDArray[Any]], k: int) -> npt.NDArray[np.float32
         bytes_ = made["weight_packed"]
         q = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(len(bytes_), -1)
 
-    def wide(name: str) -> npt.NDArray[np.float32]:
-        values = made[name].astype(np.float32)
-        return values.repeat(k // values.shape[1], axis=1)
-
-    scales = wide("weight_scale")
-    if "weight_group_scale" in made:
-        scales = scales * wide("weight_group_scale")
-    values = scales * q.astype(np.float32)
-    if "weight_min" in made:
-        values = values - wide("weight_min") * wide("weight_group_min")
+    if "weight_scale" in made:
+        scales = made["weight_scale"].astype(np.float32)
+        return scales.repeat(k // scales.shape[1], axis=1) * q.astype(np.float32)
+    half = "half_" if "weight_half_records" in made else ""
+    is_4 = "weight_packed" in made
+    values = q.astype(np.float32) * factors(made[f"weight_{half}records"], k, half != "", is_4)
+    minima = made.get(f"weight_{half}min_records")
+    if minima is not None:
+        values = values - factors(minima, k, half != "", is_4, signed=False)
     return values
+
+
+def factors(
+    records: npt.NDArray[np.uint8], k: int, halves: bool, is_4: bool, signed: bool = True
+) -> npt.NDArray[np.float32]:
+    """A factor for each of k, from records as csrc/kernels/gemm/packed/layout.h has them."""
+    size = 10 if not is_4 else 8 if halves else 6
+    made = np.zeros((len(records), -(-k // 128) * 128), np.float32)
+    for row, block in np.ndindex(len(records), records.shape[1] // size):
+        record = records[row, block * size : (block + 1) * size]
+        if is_4 and halves:
+            values = record.view("<f2").astype(np.float32)
+        elif halves and record[:2].view("<u2")[0] == 0x7FFF:
+            values = record[2:].view("<f2").astype(np.float32)
+        else:
+            of_groups = record[2:].view(np.int8 if signed and not is_4 else np.uint8)
+            values = record[:2].view("<f2").astype(np.float32) * of_groups.astype(np.float32)
+        made[row, block * 128 : (block + 1) * 128] = values.repeat(128 // len(values))
+    return made[:, :k]
 
 
 CASES = [(name, BLOCKS[type_id].form) for name, type_id in IDS.items()]
 CASES += [(name, Form.K8_MIN) for name in ("Q3_K", "Q4_K", "Q6_K", "IQ4_XS")]
-CASES += [("Q4_0", Form.INT8)]
+CASES += [("Q4_0", Form.INT8), ("Q4_K", Form.K8_MIN_HALVES), ("Q6_K", Form.K8_HALVES)]
+CASES += [(name, Form.K8_MIN_HALVES) for name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL")]
 FLOATS = (Form.MXFP4, Form.NVFP4)  # tests/engine/test_gguf_blocks.py
 
 
@@ -53,7 +72,8 @@ def test_numbers(name: str, form: Form) -> None:
     rng = np.random.default_rng(type_id)
     raw = rng.integers(0, 256, (n, k // block, nbytes), dtype=np.uint8)
     first = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(name, 0)
-    for at in (first, first + 2) if name in ("Q2_K", "Q4_K", "Q5_K") else (first,):
+    two = name in ("Q2_K", "Q4_K", "Q5_K", "Q4_1", "Q5_1")
+    for at in (first, first + 2) if two else (first,):
         halves = rng.normal(0, 1e-3, (n, k // block, 1)).astype("<f2")
         halves[0] = np.float16(3e-7)
         raw[:, :, at : at + 2] = halves.view(np.uint8)
@@ -74,7 +94,11 @@ def test_numbers(name: str, form: Form) -> None:
         (("Q4_K", "Q6_K"), Form.K8_MIN),
         (("Q6_K", "IQ4_XS"), Form.K8),
         (("Q4_0", "Q8_0", "Q5_0"), Form.INT8),
-        (("Q4_0", "Q4_K"), None),
+        (("Q4_0", "Q4_K"), Form.K8_MIN_HALVES),
+        (("Q6_K", "Q8_0"), Form.K8_HALVES),
+        (("Q4_1", "Q4_1"), Form.K4_HALVES),
+        (("Q4_1", "Q5_1"), Form.K8_MIN_HALVES),
+        (("Q4_1", "Q8_0"), Form.K8_MIN_HALVES),
         (("MXFP4", "Q8_0"), None),
     ],
 )
@@ -83,7 +107,7 @@ def test_one_form_for_the_parts_of_a_matrix(names: tuple[str, ...], form: Form |
 
 
 def test_types_that_are_decoded() -> None:
-    assert form_of([TYPES["Q4_1"], TYPES["Q4_1"]]) is None
+    assert form_of([TYPES["IQ2_S"], TYPES["IQ2_S"]]) is None
     assert form_of([IDS["Q4_K"], TYPES["F16"]]) is None
 
 
@@ -96,3 +120,15 @@ def test_rows_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(several) == list(alone)
     for name, values in alone.items():
         np.testing.assert_array_equal(several[name], values)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+def test_rows_of_no_whole_blocks(name: str) -> None:
+    """K of 576 is no multiple of 128; scales and minima beyond K are 0."""
+    weight = np.random.default_rng(1).standard_normal((8, 576), np.float32)
+    raw = gguf.quants.quantize(weight, TYPES[name])
+    form = BLOCKS[IDS[name]].form
+    made = split(IDS[name], form, raw)
+    assert np.array_equal(numbers(made, 576), gguf.dequantize(raw, TYPES[name]))
+    for part in form.records:
+        assert not made[part][:, -4:].any()

@@ -6,14 +6,17 @@
 | INT8 | Q8_0, Q5_0, IQ4_NL | `weight` int8 [N, K], `weight_scale` f16 [N, K / 32] |
 | MXFP4 | MXFP4 | `weight_packed` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32] |
 | NVFP4 | NVFP4 | `weight` uint8, `weight_scale` e4m3, `weight_scale_2` |
-| K4 | Q4_K | `weight_packed` uint8 [N, K / 2], scales and minima for 32 k |
-| K8 | Q6_K, Q3_K, IQ4_XS | `weight` int8 [N, K], scales for 16 k |
-| K8_MIN | Q5_K, Q2_K | K8's, and minima for 16 k |
+| K4 | Q4_K | `weight_packed` uint8 [N, K / 2], records of scales and of minima |
+| K4_HALVES | Q4_1 | the same |
+| K8 | Q6_K, Q3_K, IQ4_XS | `weight` int8 [N, K], records of scales |
+| K8_MIN | Q5_K, Q2_K | `weight` int8 [N, K], records of scales and of minima |
+| K8_HALVES, K8_MIN_HALVES | mixes; the second has Q5_1 | those of K8 and of K8_MIN |
 
-K-quants have `weight_scale` f16 [N, K / 256] and `weight_group_scale` int8, and for minima
-`weight_min` f16 [N, K / 256] and `weight_group_min` uint8. Parts of one matrix may have
-different types. INT8 holds parts of INT4 and INT8. K8_MIN holds parts of K4, K8 and K8_MIN. No
-number is rounded.
+Records are uint8 [N, ceil(K / 128) bytes of a record], as csrc/kernels/gemm/packed/layout.h has
+them. Their names are `weight_records` and `weight_min_records`; of forms with halves,
+`weight_half_records` and `weight_half_min_records`. Parts of one matrix may have different types.
+INT8 holds parts of INT4 and INT8. K8 and K8_MIN hold parts of K-quants, with halves all integers.
+No number is rounded.
 Source: ggml-common.h and ggml-quants.c of the ggml repository.
 """
 
@@ -38,7 +41,9 @@ Arrays = dict[str, npt.NDArray[Any]]  # suffix of a name -> tensor
 _MAX_THREADS = 16
 _THREAD_BYTES = 1 << 20  # of blocks, at least, for each thread
 
-Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K = 2, 6, 8, 20, 39, 40, 12
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4 = 2, 3, 6, 7, 8, 20, 39, 40
+_BLOCK_K = 128  # k of the engine's weight blocks
+_TAG = np.array([0xFF, 0x7F], np.uint8)  # begins a record of halves among others
 
 
 class Form(enum.Enum):
@@ -49,8 +54,33 @@ class Form(enum.Enum):
     MXFP4 = enum.auto()
     NVFP4 = enum.auto()
     K4 = enum.auto()
+    K4_HALVES = enum.auto()
     K8 = enum.auto()
     K8_MIN = enum.auto()
+    K8_HALVES = enum.auto()
+    K8_MIN_HALVES = enum.auto()
+
+    @property
+    def has_min(self) -> bool:
+        return self in (Form.K4, Form.K4_HALVES, Form.K8_MIN, Form.K8_MIN_HALVES)
+
+    @property
+    def has_halves(self) -> bool:
+        return self.name.endswith("HALVES")
+
+    @property
+    def record_bytes(self) -> int:
+        return {Form.K4: 6, Form.K4_HALVES: 8}.get(self, 10)
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """The names of the records of scales and, if there are any, of minima."""
+        half = "half_" if self.has_halves else ""
+        names = (f"weight_{half}records", f"weight_{half}min_records")
+        return names if self.has_min else names[:1]
+
+
+_HALVES = (Form.INT4, Form.INT8, Form.K4_HALVES, Form.K8_HALVES, Form.K8_MIN_HALVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +95,9 @@ class Block:
 
 BLOCKS: Mapping[int, Block] = {
     Q4_0: Block("Q4_0", 32, 18, Form.INT4),
+    Q4_1: Block("Q4_1", 32, 20, Form.K4_HALVES),
     Q5_0: Block("Q5_0", 32, 22, Form.INT8),
+    Q5_1: Block("Q5_1", 32, 24, Form.K8_MIN_HALVES),
     Q8_0: Block("Q8_0", 32, 34, Form.INT8),
     IQ4_NL: Block("IQ4_NL", 32, 18, Form.INT8),
     MXFP4: Block("MXFP4", 32, 17, Form.MXFP4),
@@ -88,30 +120,30 @@ def form_of(types: Collection[int]) -> Form | None:
         return forms.pop()
     if forms <= {Form.INT4, Form.INT8}:
         return Form.INT8
-    return Form.K8_MIN if forms <= {Form.K4, Form.K8, Form.K8_MIN} else None
+    if forms & {None, Form.MXFP4, Form.NVFP4}:
+        return None
+    halves = any(form in _HALVES for form in forms)
+    if any(form is not None and form.has_min for form in forms):
+        return Form.K8_MIN_HALVES if halves else Form.K8_MIN
+    return Form.K8_HALVES if halves else Form.K8
 
 
 def metas(module: str, form: Form, n: int, k: int) -> list[TensorMeta]:
     """The tensors of a module [N, K]."""
+    fours = form in (Form.K4, Form.K4_HALVES)
+    codes = [("weight_packed", "uint8", k // 2)] if fours else [("weight", "int8", k)]
+    columns = -(-k // _BLOCK_K) * form.record_bytes
+    records = [(name, "uint8", columns) for name in form.records]
     made = {
-        Form.INT4: [("weight_packed", "int32", 8), ("weight_scale", "float16", 32)],
-        Form.INT8: [("weight", "int8", 1), ("weight_scale", "float16", 32)],
-        Form.MXFP4: [("weight_packed", "uint8", 2), ("weight_scale", "uint8", 32)],
-        Form.NVFP4: [("weight", "uint8", 2), ("weight_scale", "float8_e4m3fn", 16)],
-        Form.K4: [("weight_packed", "uint8", 2), *_supers("weight_scale", "int8", 32)],
-        Form.K8: [("weight", "int8", 1), *_supers("weight_scale", "int8", 16)],
-        Form.K8_MIN: [("weight", "int8", 1), *_supers("weight_scale", "int8", 16)],
-    }[form]
-    if form in (Form.K4, Form.K8_MIN):
-        made += _supers("weight_min", "uint8", 32 if form == Form.K4 else 16)
-    tensors = [TensorMeta(f"{module}.{name}", dtype, (n, k // of)) for name, dtype, of in made]
+        Form.INT4: [("weight_packed", "int32", k // 8), ("weight_scale", "float16", k // 32)],
+        Form.INT8: [("weight", "int8", k), ("weight_scale", "float16", k // 32)],
+        Form.MXFP4: [("weight_packed", "uint8", k // 2), ("weight_scale", "uint8", k // 32)],
+        Form.NVFP4: [("weight", "uint8", k // 2), ("weight_scale", "float8_e4m3fn", k // 16)],
+    }.get(form, codes + records)
+    tensors = [TensorMeta(f"{module}.{name}", dtype, (n, columns)) for name, dtype, columns in made]
     if form == Form.NVFP4:
         tensors.append(TensorMeta(f"{module}.weight_scale_2", "float32", (1,)))
     return tensors
-
-
-def _supers(name: str, dtype: str, group: int) -> list[tuple[str, str, int]]:
-    return [(name, "float16", SUPER), (name.replace("weight_", "weight_group_"), dtype, group)]
 
 
 def split_rows(type_id: int, form: Form, raw: U8) -> Arrays:
@@ -126,8 +158,6 @@ def split_rows(type_id: int, form: Form, raw: U8) -> Arrays:
 
 def split(type_id: int, form: Form, raw: U8) -> Arrays:
     """Rows of blocks [N, bytes] -> tensors; `weight_scale_2` is a tensor of its own."""
-    if type_id in K_TYPES:
-        return _split_k_quant(type_id, form, raw)
     block = BLOCKS[type_id]
     blocks = raw.reshape(len(raw), -1, block.nbytes)
     if form == Form.NVFP4:
@@ -137,41 +167,73 @@ def split(type_id: int, form: Form, raw: U8) -> Arrays:
     if form == Form.MXFP4:
         scales = np.ascontiguousarray(blocks[:, :, 0])
         return {"weight_packed": _pairs(_nibbles(blocks[:, :, 1:])), "weight_scale": scales}
-    scale = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
-    if type_id == Q8_0:
-        numbers = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(raw), -1)
-        return {"weight": numbers, "weight_scale": scale}
-    codes = _nibbles(blocks[:, :, -16:])
     if form == Form.INT4:
-        return {"weight_packed": _pairs(codes).view("<i4"), "weight_scale": scale}
+        return {"weight_packed": _pairs(_nibbles(blocks[:, :, 2:])).view("<i4"),
+                "weight_scale": _halves(blocks[:, :, :2])}  # fmt: skip
+    if form == Form.INT8:
+        return {"weight": _integers(type_id, blocks), "weight_scale": _halves(blocks[:, :, :2])}
+    return _split_into_records(type_id, form, raw)
+
+
+def _halves(raw: U8) -> npt.NDArray[np.float16]:
+    """[N, blocks, 2] bytes -> [N, blocks]."""
+    numbers: npt.NDArray[np.float16] = np.ascontiguousarray(raw).view("<f2")[:, :, 0]
+    return numbers
+
+
+def _integers(type_id: int, blocks: U8) -> npt.NDArray[np.int8]:
+    """The codes q [N, K] of types with one scale for 32 k: w = d q, or d q + m."""
+    if type_id == Q8_0:
+        return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(blocks), -1)
+    codes = _nibbles(blocks[:, :, -16:])
     if type_id == IQ4_NL:
-        return {"weight": TABLE[codes], "weight_scale": scale}
-    middle = 8
-    if type_id == Q5_0:
-        high = np.unpackbits(blocks[:, :, 2:6], axis=-1, bitorder="little")
-        codes, middle = codes | high.reshape(codes.shape) << np.uint8(4), 16
-    return {"weight": codes.astype(np.int8) - np.int8(middle), "weight_scale": scale}
+        numbers: npt.NDArray[np.int8] = TABLE[codes]
+        return numbers
+    if type_id in (Q5_0, Q5_1):
+        high = np.unpackbits(blocks[:, :, -20:-16], axis=-1, bitorder="little")
+        codes = codes | high.reshape(codes.shape) << np.uint8(4)
+    middle = {Q4_0: 8, Q5_0: 16}.get(type_id, 0)
+    return codes.astype(np.int8) - np.int8(middle)
 
 
-def _split_k_quant(type_id: int, form: Form, raw: U8) -> Arrays:
-    rows, kind = len(raw), K_TYPES[type_id]
-    parts = kind.take_apart(raw.reshape(-1, kind.nbytes))
-    q, groups = parts.q.reshape(rows, -1), SUPER // (32 if form == Form.K4 else 16)
+def _split_into_records(type_id: int, form: Form, raw: U8) -> Arrays:
+    mins: U8 | None = None
+    if type_id in K_TYPES:
+        kind = K_TYPES[type_id]
+        parts = kind.take_apart(raw.reshape(-1, kind.nbytes))
+        q = parts.q.reshape(len(raw), -1)
+        records = _two_levels(form, parts.scales, parts.group_scales).reshape(len(raw), -1)
+        if parts.mins is not None and parts.group_mins is not None:
+            mins = _two_levels(form, parts.mins, parts.group_mins).reshape(len(raw), -1)
+    else:
+        blocks = raw.reshape(len(raw), -1, BLOCKS[type_id].nbytes)
+        q = _integers(type_id, blocks)
+        records = _records_of_halves(form, _halves(blocks[:, :, :2]))
+        if type_id in (Q4_1, Q5_1):  # a minimum is subtracted
+            mins = _records_of_halves(form, -_halves(blocks[:, :, 2:4]))
+    is_4 = form in (Form.K4, Form.K4_HALVES)
+    made: Arrays = {"weight_packed": _pairs(q.view(np.uint8))} if is_4 else {"weight": q}
+    all_records = (records, np.zeros_like(records) if mins is None else mins)
+    return made | dict(zip(form.records, all_records))
 
-    def for_groups(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return values.repeat(groups // values.shape[1], axis=1).reshape(rows, -1)
 
-    made: Arrays = {"weight_packed": _pairs(q.view(np.uint8))} if form == Form.K4 else {"weight": q}
-    made["weight_scale"] = parts.scales.reshape(rows, -1)
-    made["weight_group_scale"] = for_groups(parts.group_scales)
-    if form == Form.K8:
-        return made
-    mins, group_mins = parts.mins, parts.group_mins
-    if mins is None or group_mins is None:
-        mins, group_mins = np.zeros_like(parts.scales), np.zeros((len(parts.q), 1), np.uint8)
-    made["weight_min"] = mins.reshape(rows, -1)
-    made["weight_group_min"] = for_groups(group_mins)
-    return made
+def _two_levels(form: Form, numbers: npt.NDArray[np.float16], groups: npt.NDArray[Any]) -> U8:
+    """Numbers [supers] and bytes [supers, groups] -> records [supers, 2, bytes]."""
+    count = form.record_bytes - 2
+    of_block = groups.view(np.uint8).repeat(2 * count // groups.shape[1], axis=1)
+    first = numbers.repeat(2).view(np.uint8).reshape(-1, 2, 2)
+    return np.concatenate([first, of_block.reshape(-1, 2, count)], axis=2)
+
+
+def _records_of_halves(form: Form, numbers: npt.NDArray[np.float16]) -> U8:
+    """Numbers for 32 k [N, K / 32] -> records [N, bytes]. Numbers beyond K are 0."""
+    rows, per_block = len(numbers), _BLOCK_K // 32
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % per_block)))
+    records = padded.view(np.uint8).reshape(rows, -1, 2 * per_block)
+    if form != Form.K4_HALVES:
+        tags = np.broadcast_to(_TAG, (*records.shape[:2], 2))
+        records = np.concatenate([tags, records], axis=2)
+    return np.ascontiguousarray(records.reshape(rows, -1))
 
 
 def _nibbles(packed: U8) -> U8:

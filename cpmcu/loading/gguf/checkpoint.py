@@ -61,13 +61,18 @@ class GgufCheckpoint:
     """The tensors of a model.
 
     `rotated`: head counts of q and k whose rows llama.cpp reordered. `packs`: whether types of
-    blocks.py stay packed; else they are decoded.
+    blocks.py stay packed; else they are decoded. `halves`: the same for forms with halves.
     """
 
     always_converts = True
 
     def __init__(
-        self, header: GgufHeader, rotated: Mapping[str, int], *, packs: bool = True
+        self,
+        header: GgufHeader,
+        rotated: Mapping[str, int],
+        *,
+        packs: bool = True,
+        halves: bool = True,
     ) -> None:
         self.directory = header.path
         self._rotated = rotated
@@ -80,7 +85,7 @@ class GgufCheckpoint:
             for module in [name.removesuffix(".weight") for name in self._sources]
             if f"{module}.scale" in self._sources
         }
-        packed = packed_modules(self._sources) if packs else {}
+        packed = packed_modules(self._sources, halves) if packs else {}
         self._packed: dict[str, str] = {}  # name of a tensor of a packed module -> the module
         self._forms = packed
         self._recent: dict[str, Arrays] = {}  # module -> its tensors
@@ -202,11 +207,11 @@ def _same_matrix(module: str) -> list[str]:
     return [prefix + dot + part for part in parts]
 
 
-def packed_modules(sources: Mapping[str, GgufTensor]) -> dict[str, Form]:
+def packed_modules(sources: Mapping[str, GgufTensor], halves: bool) -> dict[str, Form]:
     """The linear layers that stay packed -> their form, one for all parts of a matrix.
 
-    `sources`: Hugging Face's name -> tensor. Embeddings are decoded, and so is a head that is tied
-    to them.
+    `sources`: Hugging Face's name -> tensor. `halves`: are forms with halves packed? Embeddings are
+    decoded, and so is a head that is tied to them.
     """
     tensors = {
         name.removesuffix(".weight"): tensor
@@ -224,7 +229,7 @@ def packed_modules(sources: Mapping[str, GgufTensor]) -> dict[str, Form]:
     for module in tensors:
         parts = [tensors[other] for other in _same_matrix(module) if other in tensors]
         form = form_of({part.type_id for part in parts}) if all(map(fits, parts)) else None
-        if form is not None:
+        if form is not None and (halves or not form.has_halves):
             forms[module] = form
     return forms
 

@@ -3,27 +3,24 @@
 namespace cpmcu::cpu {
 namespace {
 
-// Writes a row's record of a block: the number for 256 k, and the bytes of its groups.
-void write_record(const PackedLayout& layout, uint8_t* to, const Tensor& super,
-                  const Tensor& groups, int64_t own, int64_t k0) {
-  uint16_t number = 0;
-  if (own >= 0) number = super.as<uint16_t>()[own * super.size(1) + k0 / kSuperK];
-  *reinterpret_cast<uint16_t*>(to) = number;
-  for (int i = 0; i < layout.groups(); ++i) {
-    const int64_t at = own * groups.size(1) + k0 / layout.group + i;
-    to[2 + i] = own >= 0 ? groups.as<uint8_t>()[at] : uint8_t{0};
-  }
+// Writes a row's record of block `k_block`.
+void write_record(const PackedLayout& layout, uint8_t* to, const Tensor& records, int64_t own,
+                  int64_t k_block) {
+  const int bytes = layout.record_bytes();
+  const uint8_t* from = records.as<uint8_t>() + own * records.size(1) + k_block * bytes;
+  for (int i = 0; i < bytes; ++i) to[i] = own >= 0 ? from[i] : uint8_t{0};
 }
 
 void write_codes(const KQuantPackParams& p, uint8_t* block, int row, int64_t own, int64_t k0) {
   const auto* codes = p.codes.as<uint8_t>();
   for (int i = 0; i < kPackedK; ++i) {
     const int64_t at = own * p.w.k + k0 + i;
+    const bool inside = own >= 0 && k0 + i < p.w.k;
     if (p.w.layout.bits() == 8) {
-      block[byte_place(row, i)] = own >= 0 ? codes[at] ^ 128 : 128;
+      block[byte_place(row, i)] = inside ? codes[at] ^ 128 : 128;
       continue;
     }
-    const uint32_t code = own >= 0 ? codes[at / 2] >> (4 * (at % 2)) & 15 : 0;
+    const uint32_t code = inside ? codes[at / 2] >> (4 * (at % 2)) & 15 : 0;
     const NibblePlace place = nibble_place(row, i);
     uint32_t& word = reinterpret_cast<uint32_t*>(block)[place.word];
     word = (word & ~(15u << place.shift)) | code << place.shift;
@@ -50,13 +47,12 @@ void k_quant_pack(const Context&, const KQuantPackParams& p) {
       for (int64_t kb = 0; kb < w.k_blocks(); ++kb) {
         uint8_t* block = static_cast<uint8_t*>(w.blocks) +
                          (row / kPackedRows * w.k_blocks() + kb) * w.block_bytes();
-        const int64_t k0 = kb * kPackedK;
-        write_codes(p, block, in_block, own, k0);
+        write_codes(p, block, in_block, own, kb * kPackedK);
         uint8_t* record = block + layout.code_bytes() + in_block * layout.record_bytes();
-        write_record(layout, record, p.scales, p.group_scales, own, k0);
+        write_record(layout, record, p.records, own, kb);
         if (!layout.minimum) continue;
         record += int64_t{kPackedRows} * layout.record_bytes();
-        write_record(layout, record, p.mins, p.group_mins, own, k0);
+        write_record(layout, record, p.min_records, own, kb);
       }
     }
   }

@@ -116,15 +116,21 @@ float decode_k_quant(const PackedLayout& layout, const uint8_t* block, int row, 
   const bool is_4 = layout.codes == Codes::kK4;
   const uint8_t* record = block + layout.code_bytes() + row * layout.record_bytes();
   const uint8_t* of_min = record + int64_t{kPackedRows} * layout.record_bytes();
-  const auto super = [](const uint8_t* at) {
+  const auto half_at = [](const uint8_t* at) {
     return to_float(fp16{*reinterpret_cast<const uint16_t*>(at)});
+  };
+  const auto number_of = [&](const uint8_t* of, int group, bool is_signed) {
+    if (layout.halves && is_4) return half_at(of + 2 * group);
+    if (layout.halves && *reinterpret_cast<const uint16_t*>(of) == kHalvesTag) {
+      return half_at(of + 2 + group / 2 * 2);
+    }
+    const int byte = of[2 + group];
+    return half_at(of) * static_cast<float>(is_signed ? static_cast<int8_t>(byte) : byte);
   };
   const RowCodes codes(layout, block, row);
   for (int group = 0; group < layout.groups(); ++group) {
-    const int byte = record[2 + group];
-    const float s = super(record) * static_cast<float>(is_4 ? byte : static_cast<int8_t>(byte));
-    float m = 0;
-    if (layout.minimum) m = super(of_min) * static_cast<float>(of_min[2 + group]);
+    const float s = number_of(record, group, !is_4);
+    const float m = layout.minimum ? number_of(of_min, group, false) : 0;
     for (int k = group * layout.group; k < (group + 1) * layout.group; ++k) {
       const float number = s * static_cast<float>(codes.at[k] - (is_4 ? 0 : 128));
       to[k] = number - m;

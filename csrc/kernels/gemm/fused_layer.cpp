@@ -72,7 +72,7 @@ void check_fused_layer(const FusedLayerParams& p) {
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.packed.layout.planes == 1 &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && fuses(gemm.packed.layout) &&
               gemm.packed.layout.unpacks_like(first.packed.layout) &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),

@@ -479,7 +479,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         if (!p.gemms.front().is_dense()) {
           dispatch_unpacker(p.gemms.front().packed.layout, [&](auto unpacker) {
             using Unpacker = decltype(unpacker);
-            if constexpr (kHasRows<Unpacker, kGroups> && (kGroups <= 8 || Unpacker::kBits == 4)) {
+            constexpr bool kFits = kIsFused<Unpacker> && (kGroups <= 8 || Unpacker::kBits == 4);
+            if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
               launch_fused_layer<PackedMainloop<Mma, T, kGroups, Unpacker>>(ctx, args, p.attention,
                                                                             num_ctas);
             }

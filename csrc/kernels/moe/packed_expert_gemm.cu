@@ -76,8 +76,8 @@ __device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const cha
       ptx::cp_async16(at,
                       block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + i * 16);
     } else if (i < scale_lanes + tile_lanes) {
-      ptx::cp_async16(at, block + Unpacker::kTileOffset + row * Unpacker::tile_row_bytes(form) +
-                              (i - scale_lanes) * 16);
+      ptx::cp_async16(at, block + tile_offset<Unpacker>(form) +
+                              row * Unpacker::tile_row_bytes(form) + (i - scale_lanes) * 16);
     }
   };
   constexpr int kLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
@@ -103,9 +103,9 @@ __device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
                             Unpacker::load_scale(place + step, k_group, form)};
     [[maybe_unused]] float minimum[2];
     if constexpr (kHasMinimum<Unpacker>) {
-      const char* of = place + Unpacker::kScaleBytes / kWarpTiles;
-      minimum[0] = Unpacker::load_min(of, k_group);
-      minimum[1] = Unpacker::load_min(of + step, k_group);
+      const char* of = place + Unpacker::scale_bytes(form) / kWarpTiles;
+      minimum[0] = Unpacker::load_min(of, k_group, form);
+      minimum[1] = Unpacker::load_min(of + step, k_group, form);
     }
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
         if (step % Unpacker::kScaleSteps == 0) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            const char* place = from.extra + Unpacker::kScaleBytes / kWarpTiles + k_group +
-                                (t * 16 + g) * Unpacker::tile_row_bytes(all.scale_form);
+            const char* place = from.extra + Unpacker::scale_bytes(all.scale_form) / kWarpTiles +
+                                k_group + (t * 16 + g) * Unpacker::tile_row_bytes(all.scale_form);
             tiles[t] = Unpacker::template load_tile<T>(place, all.scale_form);
           }
         }

@@ -67,14 +67,19 @@ __device__ float number_at(const DequantizeArgs& p, const char* block, int row, 
       const char* record = extra + row * p.record_bytes;
       const int group = k * p.groups / kPackedK;
       const bool is_4 = layout.codes == Codes::kK4;
-      const int s =
-          is_4 ? static_cast<uint8_t>(record[2 + group]) : static_cast<int8_t>(record[2 + group]);
-      const float number = half_at(record) * static_cast<float>(s) *
-                           static_cast<float>(static_cast<int>(code) - (is_4 ? 0 : 128));
+      const auto number_of = [&](const char* of, bool is_signed) {
+        if (layout.halves && is_4) return half_at(of + 2 * group);
+        if (layout.halves && *reinterpret_cast<const uint16_t*>(of) == kHalvesTag) {
+          return half_at(of + 2 + group / 2 * 2);
+        }
+        const char byte = of[2 + group];
+        const int s = is_signed ? static_cast<int8_t>(byte) : static_cast<uint8_t>(byte);
+        return half_at(of) * static_cast<float>(s);
+      };
+      const float number =
+          number_of(record, !is_4) * static_cast<float>(static_cast<int>(code) - (is_4 ? 0 : 128));
       if (!layout.minimum) return number;
-      const char* of_min = record + kPackedRows * p.record_bytes;
-      const auto m = static_cast<uint8_t>(of_min[2 + group]);
-      return __fsub_rn(number, half_at(of_min) * static_cast<float>(m));
+      return __fsub_rn(number, number_of(record + kPackedRows * p.record_bytes, false));
     }
     default: {
       const float scale = reinterpret_cast<const float*>(extra)[row / layout.scale_rows];

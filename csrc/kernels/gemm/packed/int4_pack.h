@@ -31,7 +31,7 @@ struct Int4PackParams {
   int64_t first_k = 0;
   int64_t n = 0;
   int64_t k = 0;  // first_k and k are multiples of 128 unless the part reaches K
-  // k of a scale if it is not channel-wise: 128, or a multiple of W's groups of 32.
+  // k of a scale if it is not channel-wise: 128, or a multiple of W's groups.
   int64_t k_per_scale = kPackedK;
 };
 
@@ -61,11 +61,12 @@ inline void check_int4_pack(const Int4PackParams& p) {
   CHECK(p.w.layout.zero_points == !p.zeros.empty() && !(tiled && p.w.layout.zero_points),
         "int4_pack: zero points are {}, W has {}, and a Marlin file has none",
         p.zeros.empty() ? "missing" : "given", p.w.layout.zero_points ? "some" : "none");
-  const bool fits = p.w.layout.group == 0 ? p.k_per_scale == kPackedK
-                                          : p.k_per_scale > 0 && p.k_per_scale % 32 == 0;
+  const bool fits = p.w.layout.group == 0
+                        ? p.k_per_scale == kPackedK
+                        : p.k_per_scale > 0 && p.k_per_scale % p.w.layout.group == 0;
   CHECK(fits && (!tiled || p.w.layout.group == 0),
-        "int4_pack: a scale has {} k, and one of W has {}; expected 128, or a multiple of 32 if W "
-        "has groups of 32 and the file no Marlin tiles",
+        "int4_pack: a scale has {} k, and one of W has {}; expected 128, or a multiple of "
+        "W's groups if the file has no Marlin tiles",
         p.k_per_scale, p.w.layout.group == 0 ? kPackedK : p.w.layout.group);
   const int64_t all = (p.k + p.k_per_scale - 1) / p.k_per_scale;
   const int64_t groups = p.scales.num_dims() == 2 && p.scales.size(by_row ? 1 : 0) == 1 ? 1 : all;

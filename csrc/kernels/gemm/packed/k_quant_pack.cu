@@ -5,8 +5,8 @@
 // Schedule: a CTA has a weight block. A thread writes the records of a row, then one word of codes
 // after another.
 //
-// The surprising decision: both weight blocks of 256 k store the d and e of these k, so a kernel
-// needs no other block.
+// The surprising decision: records come as blocks store them (cpmcu/loading/gguf/blocks.py), so one
+// op packs K-quants of all forms.
 #include "kernels/gemm/packed/k_quant_pack.h"
 
 #include "core/launch.h"
@@ -21,11 +21,9 @@ constexpr int kThreads = kPackedRows;
 struct PackArgs {
   PartRows part;
   const uint8_t* codes;
-  const uint16_t* scales;
-  const uint8_t* group_scales;
-  const uint16_t* mins;  // null: no minimum
-  const uint8_t* group_mins;
-  int k, groups, record_bytes;  // groups of a row of a block
+  const uint8_t* records;
+  const uint8_t* min_records;  // null: no minimum
+  int k, k_blocks, record_bytes;
   int64_t code_bytes;
 };
 
@@ -40,23 +38,20 @@ __global__ void __launch_bounds__(kThreads)
   const int k0 = blockIdx.x * kPackedK;
   char* block = p.part.block();
   const int own = p.part.own(static_cast<int>(threadIdx.x));
-  const auto write = [&](char* to, const uint16_t* super, const uint8_t* groups) {
-    const int64_t row = own;
-    *reinterpret_cast<uint16_t*>(to) =
-        own < 0 ? uint16_t{0} : super[row * (p.k / kSuperK) + k0 / kSuperK];
-    const int64_t first = (row * p.k + k0) / (kPackedK / p.groups);
-    for (int i = 0; i < p.groups; ++i) {
-      to[2 + i] = static_cast<char>(own < 0 ? uint8_t{0} : groups[first + i]);
+  const auto write = [&](char* to, const uint8_t* records) {
+    const uint8_t* from = records + (int64_t{own} * p.k_blocks + blockIdx.x) * p.record_bytes;
+    for (int i = 0; i < p.record_bytes; ++i) {
+      to[i] = static_cast<char>(own < 0 ? uint8_t{0} : from[i]);
     }
   };
   if (own != -2) {
     char* record = block + p.code_bytes + threadIdx.x * p.record_bytes;
-    write(record, p.scales, p.group_scales);
-    if (p.mins != nullptr) write(record + kPackedRows * p.record_bytes, p.mins, p.group_mins);
+    write(record, p.records);
+    if (p.min_records != nullptr) write(record + kPackedRows * p.record_bytes, p.min_records);
   }
   constexpr uint8_t kZero = kBits == 8 ? 128 : 0;
   write_codes<kBits>(p.part, block, [&](int row, Place at) -> uint8_t {
-    if (row < 0) return kZero;
+    if (row < 0 || k0 + at.k >= p.k) return kZero;
     const int64_t place = int64_t{row} * p.k + k0 + at.k;
     return kBits == 8 ? p.codes[place] ^ kZero : p.codes[place / 2] >> (4 * (place % 2)) & 15;
   });
@@ -69,15 +64,12 @@ __global__ void __launch_bounds__(kThreads)
 void k_quant_pack(const Context& ctx, const KQuantPackParams& params) {
   check_k_quant_pack(params);
   const PackedWeight& w = params.w;
-  const bool minimum = w.layout.minimum;
   const PackArgs args{.part = part_rows(w, params.first_row, params.codes.size(0)),
                       .codes = params.codes.as<uint8_t>(),
-                      .scales = params.scales.as<uint16_t>(),
-                      .group_scales = params.group_scales.as<uint8_t>(),
-                      .mins = minimum ? params.mins.as<uint16_t>() : nullptr,
-                      .group_mins = minimum ? params.group_mins.as<uint8_t>() : nullptr,
+                      .records = params.records.as<uint8_t>(),
+                      .min_records = params.min_records.as<uint8_t>(),
                       .k = static_cast<int>(w.k),
-                      .groups = w.layout.groups(),
+                      .k_blocks = static_cast<int>(w.k_blocks()),
                       .record_bytes = w.layout.record_bytes(),
                       .code_bytes = w.layout.code_bytes()};
   launch(ctx, w.layout.bits() == 4 ? k_quant_pack_kernel<4> : k_quant_pack_kernel<8>,

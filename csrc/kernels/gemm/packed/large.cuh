@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_half_block(const Ring& ring, int stage, con
   ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kCodes + scale_bytes + tile_bytes);
   copy(ring.codes(stage), 0, kCodes);
   copy(ring.scales(stage), kScaleOffset<Unpacker>, scale_bytes);
-  if (tile_bytes > 0) copy(ring.tiles(stage), Unpacker::kTileOffset, tile_bytes);
+  if (tile_bytes > 0) copy(ring.tiles(stage), tile_offset<Unpacker>(form), tile_bytes);
 }
 template <typename Ring>
 __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, const TensorMap* x_map,
@@ -101,7 +101,8 @@ struct HalfBlockFragment {
     if constexpr (kHasMinimum<Unpacker>) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        minimum[half] = Unpacker::load_min(ring.tiles(stage) + tile_place + half * step, k_group);
+        minimum[half] =
+            Unpacker::load_min(ring.tiles(stage) + tile_place + half * step, k_group, form);
       }
     }
   }

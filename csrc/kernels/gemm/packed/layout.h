@@ -13,7 +13,8 @@
 // scale, the others the low nibbles. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
 //
 // int4 with `group` 32 has scales [256][4], and zeros [256][4]: one for 32 k of a row, as kInt8
-// has. A number times such a scale is not exact in 16 bits, so kernels scale the sums of 32 k.
+// has; with `group` 16 there are 8 of each. A number times such a scale is not exact in 16 bits, so
+// kernels scale the sums of 32 or 16 k.
 //
 // Group scales of floats: bytes [256][128 / group], one for `group` k of a row. Byte b is the
 // number 2^(b / 8 - 15) (1 + b % 8 / 8), and 0 is 0: the upper bits of a float16. If a group scale
@@ -23,6 +24,10 @@
 // K-quants of llama.cpp have scales of two levels. The record of a row has d, float16, and a byte s
 // for each group of k: 32 k (kK4), or 16 (kK8, where s is signed). A record of minima has e and the
 // bytes m likewise. d s and e m are exact in float32.
+//
+// With `halves`, rows may have scales (and minima) that are float16 numbers, one for 32 k. Every
+// record of kK4 then holds four of them. A record of kK8 holds four after the half kHalvesTag, and
+// other records are as above.
 //
 // To add a layout to the CUDA kernels, add a value of Codes, its unpacker (unpack.cuh says what it
 // needs), and a line in dispatch_unpacker.
@@ -34,6 +39,7 @@ namespace cpmcu {
 
 constexpr int kPackedRows = 256;  // of a weight block
 constexpr int kPackedK = 128;
+constexpr uint16_t kHalvesTag = 0x7FFF;  // a NaN, which no d is
 
 enum class Codes : uint8_t { kInt4, kInt8, kE4m3, kE2m1, kK4, kK8, kOther };
 
@@ -45,9 +51,10 @@ struct PackedLayout {
   int planes = 1;
   bool zero_points = false;         // kInt4; kInt8
   bool minimum = false;             // kK4: true; kK8
+  bool halves = false;              // kK4, kK8
   DType scale_dtype = DType::kF16;  // kInt4, kInt8: or kBF16
   int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
-  int group = 0;                    // k of a group: 0 (128) or 32; kE2m1, kK8: also 16
+  int group = 0;                    // k of a group: 0 (128) or 32; kInt4, kE2m1, kK8: also 16
   int64_t other_block_bytes = 0;    // kOther only
   Decode decode = nullptr;          // kOther only
 
@@ -56,7 +63,9 @@ struct PackedLayout {
   }
   int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
   int groups() const { return group == 0 ? 1 : kPackedK / group; }  // of a row of a block
-  int record_bytes() const { return 2 + groups(); }                 // kK4, kK8
+  int record_bytes() const {                                        // kK4, kK8
+    return codes == Codes::kK4 && halves ? 2 * groups() : 2 + groups();
+  }
   int64_t block_bytes() const {
     switch (codes) {
       case Codes::kInt4:

@@ -133,9 +133,9 @@ struct LaneWeights {
   // is half that of the row's scale.
   __device__ __forceinline__ uint32_t tile(uint8_t form) const {
     if constexpr (Unpacker::kScaleBytes != 2 * Unpacker::kTileBytes) {
-      return Unpacker::kTileOffset + row() * Unpacker::tile_row_bytes(form);
+      return tile_offset<Unpacker>(form) + row() * Unpacker::tile_row_bytes(form);
     }
-    return Unpacker::kTileOffset + (scale - kScaleOffset<Unpacker>) / 2;
+    return tile_offset<Unpacker>(form) + (scale - kScaleOffset<Unpacker>) / 2;
   }
 };
 
@@ -158,7 +158,7 @@ __device__ __forceinline__ void accumulate_block(
         const int step = Unpacker::scale_step(form) * (2 * t + half);
         scale[t][half] = Unpacker::load_scale(block + lane.scale + step, k_group, form);
         if constexpr (kHasMinimum<Unpacker>) {
-          minimum[t][half] = Unpacker::load_min(block + lane.tile(form) + step, k_group);
+          minimum[t][half] = Unpacker::load_min(block + lane.tile(form) + step, k_group, form);
         }
       }
       const int tile_step = t * 16 * Unpacker::tile_row_bytes(form) + k_group;

@@ -103,18 +103,19 @@ inline void check_packed_weight(const PackedWeight& w) {
         "{} rows of a packed W share a scale, expected 1 or 8", of.scale_rows);
   const bool integers = of.codes == Codes::kInt4 || of.codes == Codes::kInt8;
   const bool two_levels = of.codes == Codes::kK4 || of.codes == Codes::kK8;
-  const bool grouped =
-      two_levels ? of.group == (of.codes == Codes::kK4 ? 32 : 16)
-                 : of.group == 32 || (of.codes == Codes::kE2m1 ? of.group == 16 : of.group == 0);
+  const bool grouped = two_levels ? of.group == (of.codes == Codes::kK4 ? 32 : 16)
+                                  : of.group == 32 || (of.group == 16 && of.bits() == 4) ||
+                                        (of.group == 0 && of.codes != Codes::kE2m1);
   CHECK(grouped && (of.group == 0 || integers || two_levels || of.scale_rows == 8) &&
             (of.codes != Codes::kInt8 || of.group == 32) && (of.planes == 1 || of.group == 0),
         "{} k and {} rows of a packed W of {} bits share a scale; expected 32 k, or 16 of 4-bit "
-        "floats and 8-bit K-quants, and 8 rows of floats",
+        "codes and 8-bit K-quants, and 8 rows of floats",
         of.group, of.scale_rows, of.bits());
-  CHECK(two_levels ? of.minimum || of.codes == Codes::kK8 : !of.minimum,
-        "a packed W of {} bits has {}, expected a minimum of 4-bit K-quants, and of no other "
-        "integers",
-        of.bits(), of.minimum ? "a minimum" : "none");
+  CHECK(two_levels ? of.minimum || of.codes == Codes::kK8 : !of.minimum && !of.halves,
+        "a packed W of {} bits has {} and {}; expected a minimum of 4-bit K-quants, and neither of "
+        "other integers",
+        of.bits(), of.minimum ? "a minimum" : "no minimum",
+        of.halves ? "float16 scales" : "no float16 scales");
   CHECK(!w.gated || w.n % 16 == 0, "a gated packed W has {} rows, expected a multiple of 16", w.n);
 }
 

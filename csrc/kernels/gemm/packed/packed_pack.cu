@@ -293,18 +293,18 @@ __global__ void __launch_bounds__(kThreads)
       uint32_t chunks[4];  // this lane's two k of each chunk
 #pragma unroll
       for (int c = 0; c < 4; ++c) {  // chunk c: step c / 2 of the pair, k half c % 2
-        const int shift = 4 * (i % 2 + 2 * (c % 2));
+        const int shift = 4 * (i % 2 + 2 * (c % 2)), group = (2 * pair + c / 2) * kGroups / 8;
         float value[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           int level =
               static_cast<int>(word_of(words[pair], c / 2, i / 2) >> (shift + 16 * odd) & 15) -
-              zeros[pair * kGroups / 4][i];
+              zeros[group][i];
           if constexpr (kTwoPlanes) {
             const uint32_t high = word_of(high_words[pair], c / 2, i / 2);
             level += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
           }
-          value[odd] = static_cast<float>(level) * scales[pair * kGroups / 4][i];
+          value[odd] = static_cast<float>(level) * scales[group][i];
         }
         chunks[c] = pack2<T>(value[0], value[1]);
       }
@@ -398,9 +398,10 @@ void packed_dequantize(const Context& ctx, const PackedDequantizeParams& params)
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx,
-           w.layout.planes == 2  ? packed_dequantize_kernel<T, true, 1>
-           : w.layout.group == 0 ? packed_dequantize_kernel<T, false, 1>
-                                 : packed_dequantize_kernel<T, false, 4>,
+           w.layout.planes == 2   ? packed_dequantize_kernel<T, true, 1>
+           : w.layout.group == 0  ? packed_dequantize_kernel<T, false, 1>
+           : w.layout.group == 32 ? packed_dequantize_kernel<T, false, 4>
+                                  : packed_dequantize_kernel<T, false, 8>,
            grid, dim3(kThreads), 0, args);
   });
 }

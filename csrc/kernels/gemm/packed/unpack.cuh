@@ -6,8 +6,9 @@
 //   Fragment         a lane's codes of one m16 tile and one k step
 //   kFactor<T>       unpacked numbers are the numbers of the layout times kFactor, exact in T
 //   Tile<T>          what a lane keeps for the rows g and g + 8 of an m16 tile of a block
-//   kTileOffset      byte offset of a block's tile data: zero points or group scales. Bytes of tile
-//                    data: kTileBytes at most, tile_bytes in a block, tile_row_bytes for a row
+//   kTileOffset      byte offset of a block's tile data: zero points or group scales. K-quants have
+//                    a function tile_offset instead. Bytes of tile data: kTileBytes at most,
+//                    tile_bytes in a block, tile_row_bytes for a row
 //   unpack<T>        Fragment, Tile and k step -> the A fragment of mma.m16n8k16
 //   scale_place      byte offset of a row's scale in a block; scale_step: from there to the row 8
 //                    further
@@ -34,6 +35,14 @@ template <typename Unpacker>
 constexpr int kWarpTileBytes = kPackedK / 32 * kPairBytes<Unpacker>;
 template <typename Unpacker>
 constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes<Unpacker>;
+template <typename Unpacker>
+__device__ __forceinline__ constexpr int tile_offset(uint8_t form) {
+  if constexpr (requires { Unpacker::kTileOffset; }) {
+    return Unpacker::kTileOffset;
+  } else {
+    return Unpacker::tile_offset(form);
+  }
+}
 
 // A lane's codes of two k steps of a warp tile.
 template <typename Unpacker, int kBits = Unpacker::kBits>
@@ -89,6 +98,9 @@ inline uint8_t scale_form(const PackedLayout& layout) {
              (layout.group > 0 && layout.zero_points ? kZerosForm : 0);
     case Codes::kE2m1:
       return layout.group == 16 ? kFirstForm : 0;
+    case Codes::kK4:
+    case Codes::kK8:
+      return layout.halves ? kFirstForm : 0;
     default:
       return layout.scale_rows == 8 ? kFirstForm : 0;
   }
@@ -110,11 +122,17 @@ inline int row_groups_of(const PackedLayout& layout, int64_t rows, int64_t most 
   return groups == 2 && !is_common(layout) ? 4 : groups;
 }
 
+// Unpackers of the layouts that the fused layer kernel reads (`fuses`).
+using Int4By16 = Int4<Zeros::kByForm, 8>;
+template <typename Unpacker>
+constexpr bool kIsFused = !std::is_same_v<Unpacker, Int4By16>;
+
 // Calls f(unpacker) for the layout. Throws if the CUDA kernels have none.
 template <typename F>
 void dispatch_unpacker(const PackedLayout& layout, F f) {
   switch (layout.codes) {
     case Codes::kInt4:
+      if (layout.group == 16) return f(Int4By16{});
       if (layout.group > 0) return f(Int4<Zeros::kByForm, 4>{});
       return layout.zero_points ? f(Int4<Zeros::kAll>{}) : f(Int4<Zeros::kNone>{});
     case Codes::kInt8:

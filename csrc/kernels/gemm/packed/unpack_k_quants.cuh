@@ -6,25 +6,44 @@
 namespace cpmcu::cuda {
 namespace {
 
-// `kGroups`: of a row of a block. A row's record has a float16 number and a byte for each group.
+// `kGroups`: of a row of a block. A row's record has a float16 number and a byte for each group, or
+// float16 numbers (PackedLayout::halves, kFirstForm).
 template <int kGroups>
 struct Records {
-  static constexpr int kScaleSteps = 8 / kGroups, kRecord = 2 + kGroups;
-  static constexpr int kScaleBytes = kPackedRows * kRecord;
+  static constexpr int kScaleSteps = 8 / kGroups;
+  static constexpr bool kAllHalves = kGroups == 4;  // with kFirstForm
+  static constexpr int kScaleBytes = kPackedRows * (kAllHalves ? 8 : 2 + kGroups);
 
-  static constexpr int tile_row_bytes(uint8_t) { return kRecord; }
-  static constexpr int scale_bytes(uint8_t) { return kScaleBytes; }
-  static __device__ __forceinline__ int scale_place(int row, uint8_t) { return kRecord * row; }
-  static __device__ __forceinline__ int scale_step(uint8_t) { return 8 * kRecord; }
-  // A scale or minimum is the product of 11 and 8 bits, which float32 holds exactly.
-  template <typename Place>
-  static __device__ __forceinline__ float load_scale(Place row, int k_group, uint8_t) {
+  static constexpr __host__ __device__ int record(uint8_t form) {
+    return kAllHalves && form != 0 ? 2 * kGroups : 2 + kGroups;
+  }
+  static constexpr __host__ __device__ int tile_row_bytes(uint8_t form) { return record(form); }
+  static constexpr __host__ __device__ int scale_bytes(uint8_t form) {
+    return kPackedRows * record(form);
+  }
+  static __device__ __forceinline__ int scale_place(int row, uint8_t form) {
+    return record(form) * row;
+  }
+  static __device__ __forceinline__ int scale_step(uint8_t form) { return 8 * record(form); }
+  // A scale or minimum is a float16 number, or the product of 11 and 8 bits. float32 holds both
+  // exactly.
+  template <bool kSigned, typename Place>
+  static __device__ __forceinline__ float load_number(Place row, int k_group, uint8_t form) {
+    if (kAllHalves && form != 0) return to_scale(load_half(row + 2 * k_group), false);
+    const uint16_t first = load_half(row);
+    if (!kAllHalves && form != 0 && first == kHalvesTag) {
+      return to_scale(load_half(row + 2 + k_group / 2 * 2), false);
+    }
     const int byte = load_byte(row + 2 + k_group);
-    return to_scale(load_half(row), false) * (kGroups == 8 ? static_cast<int8_t>(byte) : byte);
+    return to_scale(first, false) * (kSigned ? static_cast<int8_t>(byte) : byte);
   }
   template <typename Place>
-  static __device__ __forceinline__ float load_min(Place row, int k_group) {
-    return to_scale(load_half(row), false) * load_byte(row + 2 + k_group);
+  static __device__ __forceinline__ float load_scale(Place row, int k_group, uint8_t form) {
+    return load_number<kGroups == 8>(row, k_group, form);
+  }
+  template <typename Place>
+  static __device__ __forceinline__ float load_min(Place row, int k_group, uint8_t form) {
+    return load_number<false>(row, k_group, form);
   }
 };
 
@@ -32,15 +51,17 @@ struct K4 : Records<4> {
   using Numbers = Int4<Zeros::kNone>;
   static constexpr bool kHasMinimum = true;
   static constexpr int kBits = Numbers::kBits, kBlock = Numbers::kBlock;
-  static constexpr int kTileBytes = kScaleBytes, kTileOffset = kBlock + kScaleBytes;
-  static constexpr int kExtraBytes = kScaleBytes + kTileBytes;
+  static constexpr int kTileBytes = kScaleBytes, kExtraBytes = kScaleBytes + kTileBytes;
   using Fragment = Numbers::Fragment;
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 0.25f;
   template <typename T>
   using Tile = Numbers::Tile<T>;
 
-  static constexpr int tile_bytes(uint8_t) { return kTileBytes; }
+  static constexpr __host__ __device__ int tile_offset(uint8_t form) {
+    return kBlock + scale_bytes(form);
+  }
+  static constexpr __host__ __device__ int tile_bytes(uint8_t form) { return scale_bytes(form); }
   template <typename T, typename Place>
   static __device__ __forceinline__ Tile<T> load_tile(Place, uint8_t) {
     return Tile<T>::of(0, 0);
