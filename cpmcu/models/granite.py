@@ -107,9 +107,10 @@ def build_granite4(config: Mapping[str, Any], options: BuildOptions) -> SpecFiel
     if position != "rope":
         still = {"rope_inv_freq": (NO_ROTATION,) * (fields.head_dim // 2)}
         fields = with_attention(fields, [still] * fields.num_hidden_layers)
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    is_list = isinstance(kinds, list) and len(kinds) == fields.num_hidden_layers
-    if not is_list or any(kind not in _ATTENTION + _MAMBA for kind in kinds):
+    given = config.get("layer_types") or config.get("layers_block_type")
+    kinds = given if isinstance(given, list) else []
+    is_whole = len(kinds) == fields.num_hidden_layers
+    if not is_whole or any(kind not in _ATTENTION + _MAMBA for kind in kinds):
         raise reader.fail("layer_types", f"{fields.num_hidden_layers} of 'attention' or 'mamba'")
     experts = _experts(reader, width)
     if all(kind in _ATTENTION for kind in kinds) and not experts:

@@ -67,7 +67,7 @@ class _Reader:
 
     def _object(self, depth: int, function: str | None = None) -> str:
         """`function`: the object has its arguments."""
-        parts = []
+        parts: list[str] = []
         self._at += 1
         while not self._closes("}", first=not parts):
             key = self._quoted() if self._sees(_QUOTE) else self._until(":", back=True).strip()
