@@ -201,6 +201,8 @@ _FORMATS = {
 _AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_round:fp8": "fp8"}
 
+_MXFP4 = ("auto_round:llm_compressor", "mx_fp", 4)  # tensors of compressed-tensors
+
 
 def _by_format(quant: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration with a format's name as `quant_method`, whatever tool or kernel it names.
@@ -211,7 +213,11 @@ def _by_format(quant: Mapping[str, Any]) -> Mapping[str, Any]:
     if method not in _AUTO_ROUND:
         found = _FORMATS.get(str(method))
         return {**quant, "quant_method": found} if found else quant
-    found = _PACKINGS.get(str(quant.get("packing_format", "auto_round:auto_gptq")))
+    packing = str(quant.get("packing_format", "auto_round:auto_gptq"))
+    if (packing, quant.get("data_type"), quant.get("bits")) == _MXFP4:
+        groups = {"group_0": {"targets": ["Linear"], "format": "mxfp4-pack-quantized"}}
+        return {"quant_method": "compressed-tensors", "config_groups": groups}
+    found = _PACKINGS.get(packing)
     layers, bits = quant.get("extra_config"), quant.get("bits")
     rules: dict[str, Any] = {}
     for name, layer in (layers if isinstance(layers, Mapping) else {}).items():
