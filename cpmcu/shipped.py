@@ -63,9 +63,10 @@ def _is_chat_package(target: Path) -> bool:
 
 
 def sampling_defaults(target: Path) -> dict[str, Any]:
-    """generation_config.json of the chat package, as its model card states it; empty for others.
+    """The sampling defaults of the chat package, from its model card; empty for other models.
 
-    The GGUF file states none, and greedy answers of this model often repeat a phrase without end.
+    The GGUF file has none, and greedy answers of this model often repeat a phrase without end.
+    The keys are those of generation_config.json.
     """
     if not _is_chat_package(target.resolve()):
         return {}

@@ -6,8 +6,8 @@
 Run it at the root of the repository, or copy this file beside your own code. Each replica is the
 whole application of `python -m cpmcu.server` on a GPU of its own, so all endpoints are there,
 streams stream, and a client that leaves frees its slot. With tensor_parallel_size=2 a replica has
-two GPUs of one machine. /metrics, /health and the page answer for
-the replica that the request met.
+two GPUs of one machine. /metrics, /health and the page answer for the replica that received the
+request.
 """
 
 from typing import Any

@@ -59,7 +59,7 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     from cpmcu import C
     from cpmcu.models import sparse
 
-    rows = engine.memory_plan()  # of one GPU; several read at the same time
+    rows = engine.memory_plan()  # of one GPU; if there are several, they read at the same time
     weights = sum(
         row["bytes"] * _active_share(row["name"], spec) for row in rows if row["group"] == "weights"
     )

@@ -4,8 +4,8 @@ Embeddings are multiplied by embedding_multiplier, the output of each attention 
 residual_multiplier. Logits are divided by logits_scaling. attention_multiplier replaces the softmax
 scale 1 / sqrt(head_dim). RoPE scales cos and sin of q and of k by the square root of the ratio.
 
-Granite 4 may have Mamba-2 instead of attention in most layers, and experts beside the MLP, which is
-then an expert for all tokens.
+Granite 4 may have Mamba-2 instead of attention in most layers. It may also have experts beside the
+MLP. The MLP is then a shared expert.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Attention has no RoPE. The MLP and the experts have a squared ReLU and no gate.
 
-The steps of a Mamba-2 layer are clipped to time_step_limit. transformers 5.24 raises those of a
-prompt to time_step_min instead, but not those of single tokens.
+The step sizes of a Mamba-2 layer are clipped to time_step_limit. transformers 5.24 instead raises
+the step sizes of a prompt to time_step_min, but not those of single tokens.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Arena {
  public:
   Arena() = default;
   Arena(Device device, const MemoryPlan& plan);
-  // Host addresses for a plan. The system takes memory only for pages that are written, so the plan
-  // may be larger than the memory. For listing the tensors of a model that is not loaded.
+  // Reserves host addresses for a plan, to list the tensors of a model that is not loaded. The
+  // system gives memory only to pages that are written, so the plan may be larger than the memory.
   static std::unique_ptr<Arena> of_addresses(const MemoryPlan& plan);
   ~Arena();
   Arena(const Arena&) = delete;

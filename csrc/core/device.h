@@ -44,7 +44,8 @@ int code_capability();
 
 void set_device(Device device);     // for the calling thread
 void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: OpenMP's number
-// Lets kernels of `device` access the memory of GPU `peer`. Throws if they cannot.
+// Lets kernels of `device` access the memory of GPU `peer`. Throws if the hardware does not allow
+// it.
 void enable_peer_access(Device device, Device peer);
 
 Stream create_stream(Device device);

@@ -1,9 +1,9 @@
 // How the ranks of a tensor parallel engine exchange messages (kernels/ranks).
 //
 // A message is pushed into the other ranks' receive buffers in words of 8 bytes: 4 bytes of data
-// and the round number. A reader polls the word until it has the number of its own round. So no
-// flag and no fence is needed. Rounds alternate between two halves of the buffer: a rank that has
-// received round n + 1 knows that the sender has read round n.
+// and the round number. A reader polls each word until it has the number of the reader's round. So
+// neither a flag nor a fence is needed. Rounds alternate between two halves of the buffer. Two
+// halves suffice: if a rank has received round n + 1, the sender has read round n.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace cpmcu {
 
 constexpr int kMaxRanks = 8;
 constexpr int kExchangeCtas = 512;   // most CTAs of a launch; each counts its own rounds
-constexpr int64_t kWaitSeconds = 4;  // a rank that waits longer gives the step up
+constexpr int64_t kWaitSeconds = 4;  // a rank that waits longer gives up the step
 
 // The exchange as one rank sees it.
 struct Exchange {
@@ -25,12 +25,12 @@ struct Exchange {
   uint64_t* buffers[kMaxRanks]{};  // of each rank: [2, num_ranks, num_words]
   uint32_t* rounds = nullptr;      // [kExchangeCtas]: rounds so far, in this rank's memory
   uint32_t* state = nullptr;       // in this rank's memory; ExchangeState
-  volatile int* failed = nullptr;  // in host memory, of all ranks: 1 + a rank that gave up
+  volatile int* failed = nullptr;  // in host memory, shared: 1 + the rank that gave up, or 0
 
   constexpr int64_t half_words() const { return num_ranks * num_words; }
 };
 
-// A rank got no answer. `is_echo`: only because another rank had failed before.
+// A rank got no answer. `is_echo`: the cause is the earlier failure of another rank.
 class RankFailure : public Error {
  public:
   RankFailure(std::string message, bool is_echo)
@@ -41,8 +41,8 @@ class RankFailure : public Error {
   bool is_echo_;
 };
 
-// Of Exchange::state. kGaveUp: later rounds do not wait. kSilent: for tests, the rank sends
-// nothing.
+// Indices of flags in Exchange::state. kGaveUp: later rounds do not wait. kSilent, for tests: the
+// rank sends nothing.
 enum ExchangeState { kGaveUp = 0, kSilent = 1, kNumExchangeStates = 2 };
 
 }  // namespace cpmcu

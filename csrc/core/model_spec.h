@@ -58,7 +58,7 @@ struct ModelSpec {
   std::map<std::string, std::string> linear_overrides;  // module name -> method
   LinearOptions linear_options;
   std::map<std::string, LinearOptions> module_options;  // module name -> options of its own
-  int num_ranks = 1;  // above 1: the part of one GPU (model/model_part.h)
+  int num_ranks = 1;  // above 1: this spec is one GPU's part (model/model_part.h)
 
   float norm_offset() const { return zero_centred_norms ? 1.0f : 0.0f; }
   const std::string& linear_method_of(const std::string& module) const {

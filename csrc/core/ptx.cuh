@@ -249,8 +249,8 @@ __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v))
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
-// Two words of 8 bytes, each in one piece, to and from memory that GPUs share. For words whose data
-// and flag arrive together: there is no order with other accesses, nor between the two.
+// Two words of 8 bytes, each read or written atomically, in memory that GPUs share. Use them if
+// each word holds its data and its flag. Nothing orders the two words, or other accesses.
 __device__ __forceinline__ void store_system64x2(uint64_t* to, uint64_t a, uint64_t b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
 }

@@ -55,8 +55,8 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                      name, what, text_of(place)));
 }
 
-// The elements of a stored tensor that belong to its destination: runs of `run` elements, one in
-// `stride`, from element `begin` on.
+// The elements of a stored tensor that its destination takes: `run` elements of every `stride`,
+// beginning with element `begin`.
 struct Runs {
   int64_t run, stride, begin;
 
@@ -71,8 +71,8 @@ struct Runs {
   }
   // The place in the stored tensor of element `index` of the destination.
   int64_t place(int64_t index) const { return index / run * stride + index % run + begin; }
-  // Calls use(place, count) for each range of the stored tensor that the elements [first, first +
-  // count) of the destination have.
+  // Cuts the elements [first, first + count) of the destination into ranges that are contiguous in
+  // the stored tensor, and calls use(place, count) for each.
   template <typename Use>
   void each(int64_t first, int64_t count, const Use& use) const {
     if (run == stride) return use(place(first), count);

@@ -26,8 +26,8 @@ class WeightTable {
   };
 
   void add(const std::string& name, const Tensor& destination, bool required = true);
-  // Makes each tensor that is larger in `whole` a part of it: that of `rank`. Throws if a tensor
-  // cannot be divided.
+  // `whole`: the table of the undivided model. If a tensor is larger there, its destination takes
+  // the part of `rank`. Throws if a tensor cannot be divided.
   void take_parts(const WeightTable& whole, int rank, int num_ranks);
   // Throws if the name is unknown, the shape differs, or the dtype cannot be converted.
   Entry& find(const std::string& name, DType dtype, const std::vector<int64_t>& shape);

@@ -49,8 +49,8 @@ class Engine {
   using DraftedTree = SpeculativeStep::DraftedTree;
 
   // Plans all memory and allocates none. If it does not fit, throws Error(kMemory) with the sizes.
-  // Without `draft`, decode steps are plain. `rank`: which part of the model, of
-  // config.num_ranks. `allocate` comes next.
+  // Without `draft`, decode steps are plain. `rank`, below config.num_ranks, selects the part of
+  // the model. Call `plan_pages`, then `allocate`.
   Engine(const ModelSpec& spec, const RuntimeConfig& config,
          const std::optional<DrafterSpec>& draft, int rank);
   ~Engine();
@@ -58,10 +58,10 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   // Pages of each group that fit into the memory.
   const std::vector<int64_t>& most_pages() const { return most_pages_; }
-  // Plans so many pages, which determines `max_model_len`.
+  // Plans `num_pages` of each group, which determine `max_model_len`.
   void plan_pages(const std::vector<int64_t>& num_pages);
   void allocate();
-  // The exchange of this rank, for the others; null: there is one rank.
+  // This rank's exchange, which Ranks connects to the others; null: there is one rank.
   Exchange* exchange() { return ctx_.exchange == nullptr ? nullptr : &exchange_; }
   void silence();             // Ranks::silence
   void synchronize_device();  // waits for all steps
@@ -188,7 +188,7 @@ class Engine {
   void ensure_room(int slot, int num_tokens);
 
   const int rank_;
-  std::optional<ModelSpec> whole_;  // of all ranks; empty: there is one
+  std::optional<ModelSpec> whole_;  // the undivided model; empty: there is one rank
   ModelSpec spec_;                  // of this rank
   RuntimeConfig config_;
   DeviceContext ctx_;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence; sums with other counts stay in an int
 
-// The part of a rank. Both specs are checked before anything is built from them.
+// Returns one rank's part of `spec`. Both specs are checked before anything is built from them.
 ModelSpec checked_part(const ModelSpec& spec, const RuntimeConfig& config) {
   spec.check_validity(config.device == "cuda");
   return part_of(spec, config.num_ranks);

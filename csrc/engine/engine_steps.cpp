@@ -19,7 +19,7 @@ void Engine::check_ready() const {
   CHECK_STATE(ready_, "the engine has no weights yet: load them and call finish_loading");
 }
 
-// A CUDA kernel that waited too long for another rank has said so.
+// Throws if a CUDA kernel has waited too long for another rank.
 void Engine::check_exchange() const {
   if (ctx_.exchange == nullptr || *exchange_.failed == 0) return;
   throw RankFailure(format("GPU {} got no answer from another GPU within {} s: the step is lost; "

@@ -17,7 +17,7 @@ namespace cpmcu {
 
 class Pages {
  public:
-  // `num_steps`: steps enqueued so far. `rank` of `num_ranks`: whose parts of the pages these are.
+  // `num_steps`: steps enqueued so far. `rank` of `num_ranks` owns these parts of the pages.
   // All references must outlive this object.
   Pages(const DeviceContext& ctx, StateCache& states, const ResultRing& ring,
         const uint64_t& num_steps, int rank, int num_ranks)
@@ -36,7 +36,7 @@ class Pages {
   int first_read(int group, int length) const { return states_.group(group).first_read(length); }
 
   // The first `num_steps` steps are done, so the pages that only they read are free. All ranks call
-  // it at the same places: a rank that looked at its own device would free other pages.
+  // it at the same places. If each asked its own device, they would free different pages.
   void steps_done(uint64_t num_steps);
 
   // ---- owners

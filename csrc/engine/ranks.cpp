@@ -9,7 +9,8 @@ Device device_of(const RuntimeConfig& config, int rank) {
   return device_named(config.device, config.device_index + rank);
 }
 
-// GPUs of one kind give the same bits, and none waits for another.
+// Throws if GPUs are missing or unequal, or cannot reach each other's memory. Equal GPUs compute
+// the same bits.
 void check_devices(const RuntimeConfig& config) {
   if (config.num_ranks == 1 || config.device != "cuda") return;
   CHECK(config.device_index + config.num_ranks <= device_count(),
@@ -131,13 +132,14 @@ void Ranks::call(int rank) {
     (*run_)(this->rank(rank), rank);
   } catch (...) {
     error = std::current_exception();
-    // A rank of the CPU that waits need not wait for the deadline. On CUDA, steps may be in flight
-    // whose kernels must go on if all ranks throw.
+    // On the CPU this ends the wait of other ranks before the deadline. On CUDA this must not
+    // happen: if all ranks throw, the kernels of steps in flight must go on.
     if (!first().device().is_cuda() && *failed_ == 0) *failed_ = 1 + rank;
   }
 }
 
-// 0: an error of its own; 1: it got no answer; 2: because of another rank's error.
+// How far an error is from the cause. 0: the rank's own error; 1: the rank got no answer; 2: an
+// echo of another rank's failure.
 int Ranks::distance_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -1,10 +1,10 @@
-// The engine of Python: one Engine for each rank, which have a part of the model each. Usually
-// there is one rank.
+// The engine of Python: one Engine for each rank. Each has a part of the model. Usually there is
+// one rank.
 //
 // Every call that changes something runs on all ranks at once, with the same arguments: rank 0 on
 // the calling thread, the others on threads of their own. The ranks hold the same tokens, lengths
-// and page tables, and draw the same tokens from the same logits. They meet on the device alone, in
-// the sums of a layer (kernels/ranks).
+// and page tables, and draw the same tokens from the same logits. They exchange data on the device
+// alone, in the sums of a layer and the logits (kernels/ranks).
 #pragma once
 
 #include <atomic>
@@ -35,8 +35,8 @@ class Ranks {
   ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
-  // `max_model_len` that an engine with these arguments would have now. Allocates no memory. Throws
-  // as the constructor does.
+  // The `max_model_len` that an engine with these arguments would have with the memory that is free
+  // now. Allocates no memory. Throws as the constructor does.
   static int planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
                                const std::optional<DrafterSpec>& draft = std::nullopt);
 

@@ -4,9 +4,9 @@
 //   bind_op(m, "softcap", softcap, "csrc/kernels/layer/softcap.h",
 //           field("x", &SoftcapParams::x), option("cap", &SoftcapParams::cap));
 //
-// A field is required. An option that is not given keeps the value of the struct, or has that of a
-// third argument. Fields are stored in the order of the list, so a field may read those before it.
-// Fields after py::kw_only() are keywords.
+// A field is required. If an option is not given, it has the value of the third argument, or else
+// the struct's default. Fields are stored in the order of the list, so a field may read those
+// before it. Fields after py::kw_only() are keywords.
 //
 // A Tensor or a pointer is an Array in Python, or None. A struct is the class that bind_params made
 // of it. The list is read at run time: a template for each op takes twice as long to compile.
@@ -74,7 +74,7 @@ template <typename P, typename T>
 Fields<P> field(const char* name, T P::* member) {
   return {{{.name = name, .offset = offset_of(member), .set = store_at<T>}}};
 }
-// For what is not one member: set(params, passed) with a Passed.
+// A field that is not one member: set(params, passed) stores a Passed.
 template <typename P, typename Passed, typename Set>
 Fields<P> field_of(const char* name, Set set) {
   const auto store = [set](void* at, pybind11::handle passed, Arrays& kept) {

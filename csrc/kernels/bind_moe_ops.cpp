@@ -14,7 +14,7 @@ using namespace pybind11::literals;
 namespace cpmcu {
 namespace {
 
-// Of a norm beside its input and output.
+// The options of a norm. Its input and output are fields of the op.
 auto norm_options() {
   using N = RmsNormParams;
   return fields_of<N>(option("norm_weight", &N::weight), option("norm_eps", &N::eps),

@@ -39,7 +39,7 @@ void bind_tree_params(py::module_& m) {
   m.attr("fill_path_dtype") = py::dtype::of<FillPath>();
 }
 
-// Five arrays.
+// A launch of shift_prompt, passed as a list of its five arrays.
 auto launch_of(const char* name, ShiftPromptParams::Launch ShiftPromptParams::* member) {
   return field_of<ShiftPromptParams, Arrays>(name, [member](ShiftPromptParams& p,
                                                             const Arrays& arrays) {

@@ -1,4 +1,4 @@
-// The activation of an MLP or of experts, as parameters of the block name it.
+// The activation of an MLP or of experts, read from the parameters of the block.
 #pragma once
 
 #include <string>

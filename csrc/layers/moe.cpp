@@ -1,10 +1,10 @@
-// Mixture of experts: "moe". A router chooses top_k experts for each token; each is a gated MLP.
+// Mixture of experts: "moe". A router chooses top_k experts for each token. Each is an MLP.
 //
 //   y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x)) + sigmoid(g x) *
 //   shared(x)
 //
 // The shared expert is optional. The router and g are one GEMM in float32. Other routers
-// (router.h), activations and biases are launches of their own. With shared_expert_gate false, the
+// (router.h), activations and biases are launches of their own. If shared_expert_gate is false, the
 // shared expert has the factor 1 and the activation of the others.
 #include <algorithm>
 
@@ -216,7 +216,7 @@ class MoeBlock : public Block {
     append_router(ops, input);
     const Value x =
         router_rule_.norms_input() ? router_rule_.append_experts_norm(ops, input) : input;
-    // Each rank has some columns of every expert, and sums its part of all experts.
+    // Each rank has some columns of every expert. It adds its parts of the chosen experts' outputs.
     const bool divided = ops.sums_over_ranks(), adds = adds_ && !divided;
     const Value out = divided ? ops.part() : hidden;
     if (!adds) {  // moe_combine adds to `out`

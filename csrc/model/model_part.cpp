@@ -44,8 +44,8 @@ class Divider {
           num_ranks_, module, inputs, unit);
   }
 
-  // Checks that the rank's rows of each part are whole blocks with one scale. Parts that are one
-  // tensor in the files would be cut across their border.
+  // Checks that the rank's rows of each part are whole blocks with one scale, and that each part is
+  // a tensor of its own. One tensor of several parts would be cut across their borders.
   void check_rows(const std::string& module, int64_t rows) const {
     const bool has_blocks = whole_.linear_method_of(module) != "dense" &&
                             whole_.linear_options_of(module).group_size == 0;
@@ -79,7 +79,7 @@ class Divider {
     return block;
   }
 
-  // Columns of each expert, so that any choice of experts is work for all ranks.
+  // Divides the columns of each expert, so any choice of experts is equal work for all ranks.
   BlockSpec moe(BlockSpec block, const std::string& mlp) const {
     CHECK(!block.params.flag("expert_bias", false),
           "tensor_parallel_size is {}, but the experts of {} have biases, which run on one GPU; "

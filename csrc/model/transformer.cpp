@@ -165,8 +165,8 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) 
   return logits;
 }
 
-// Each rank has all rows of a dense head, since a draft may take any of them, and multiplies its
-// own.
+// Each rank has all rows of a dense head, because a draft may use any of them. It multiplies only
+// its own rows.
 bool Transformer::divides_head() const {
   const bool is_dense = head_ == nullptr || spec_.linear_method_of(prefix_ + "lm_head") == "dense";
   return spec_.num_ranks > 1 && is_dense && spec_.vocab_size % (8 * spec_.num_ranks) == 0;

@@ -79,7 +79,7 @@ class SpeculativeStep {
   int num_rewritten() const { return drafter_ ? drafter_->num_rewritten() : 0; }
 
   // ---- set-up
-  // `state`: of the target, in `states`.
+  // `state`: what the target keeps for each sequence. `states` holds the tensors of all models.
   void plan(MemoryPlan& plan, ModelState& state, StateCache& states,
             const SpeculativeStepLimits& limits);
   void bind(const Arena& arena);

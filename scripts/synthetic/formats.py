@@ -16,7 +16,7 @@ MTP = "mtp."
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The quantization_config, and the tensors of one projection: (module, N, K, std)."""
+    """The quantization_config, and a function (module, N, K, std) -> tensors of one projection."""
 
     config: Config
     tensors: Callable[[str, int, int, float], Iterator[TensorSpec]]

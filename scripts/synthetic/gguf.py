@@ -60,7 +60,7 @@ _PARTS = {theirs: ours for ours, theirs in PARTS.items()}
 def gguf_specs(specs: Iterable[TensorSpec], config: Config) -> list[GgufSpec]:
     """The tensors under GGUF's names. The experts of a layer become one tensor for each part.
 
-    Raises SystemExit for a family that is not written, and for rows of no whole blocks.
+    Raises SystemExit for a family that is not written, and for rows that are not whole blocks.
     """
     architecture(config)
     made: dict[str, GgufSpec] = {}

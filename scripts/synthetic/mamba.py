@@ -33,7 +33,7 @@ def nemotron_tensors(config: Config) -> Tensors:
 
 
 def _mamba(config: Config, prefix: str, branch: float) -> Tensors:
-    """Its heads forget within a few up to a thousand tokens."""
+    """A Mamba-2 block. Each of its heads forgets within a few tokens up to a thousand."""
     hidden, heads = config["hidden_size"], config["mamba_num_heads"]
     inner = heads * config["mamba_head_dim"]
     channels = inner + 2 * config["n_groups"] * config["ssm_state_size"]

@@ -31,7 +31,7 @@ def biased(name: str, rows: int, columns: int, gain: float = 1.0) -> Iterator[Te
 def stacked_experts(
     name: str, experts: int, rows: int, columns: int, gain: float = 1.0
 ) -> Iterator[TensorSpec]:
-    """Experts in MXFP4. Scales are powers of two: standard deviations are near dense ones."""
+    """Experts in MXFP4. Scales are powers of two, so standard deviations are approximate."""
     if columns % GROUP:
         raise SystemExit(f"{name} has {columns} inputs, expected a multiple of {GROUP}")
     std = gain / math.sqrt(columns)

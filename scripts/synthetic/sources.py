@@ -18,7 +18,7 @@ CHUNK = 1 << 24  # elements of a chunk
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Words of `least` plus a sum of `terms` random words with the bits of `mask`."""
+    """Words: `least` plus the sum of `terms` random words, each masked by `mask`."""
 
     mask: int
     least: int = 0

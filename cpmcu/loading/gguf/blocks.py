@@ -12,11 +12,14 @@
 | K8_MIN | Q5_K, Q2_K | `weight` int8 [N, K], records of scales and of minima |
 | K8_HALVES, K8_MIN_HALVES | mixes; the second has Q5_1 | those of K8 and of K8_MIN |
 
-Records are uint8 [N, ceil(K / 128) bytes of a record], as csrc/kernels/gemm/packed/layout.h has
-them. Their names are `weight_records` and `weight_min_records`; of forms with halves,
-`weight_half_records` and `weight_half_min_records`. Parts of one matrix may have different types.
-INT8 holds parts of INT4 and INT8. K8 and K8_MIN hold parts of K-quants, with halves all integers.
+Records are uint8 [N, ceil(K / 128) * bytes of a record], in the layout of
+csrc/kernels/gemm/packed/layout.h. Their names are `weight_records` and `weight_min_records`. In
+forms with halves they are `weight_half_records` and `weight_half_min_records`.
+
+Parts of one matrix may have different types. INT8 holds parts of INT4 and INT8. K8 and K8_MIN hold
+parts of K-quants. K8_HALVES and K8_MIN_HALVES hold parts of all integer types.
 No number is rounded.
+
 Source: ggml-common.h and ggml-quants.c of the ggml repository.
 """
 
@@ -43,7 +46,7 @@ _THREAD_BYTES = 1 << 20  # of blocks, at least, for each thread
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4 = 2, 3, 6, 7, 8, 20, 39, 40
 _BLOCK_K = 128  # k of the engine's weight blocks
-_TAG = np.array([0xFF, 0x7F], np.uint8)  # begins a record of halves among others
+_TAG = np.array([0xFF, 0x7F], np.uint8)  # begins a record of halves; other records begin with d
 
 
 class Form(enum.Enum):
@@ -218,7 +221,7 @@ def _split_into_records(type_id: int, form: Form, raw: U8) -> Arrays:
 
 
 def _two_levels(form: Form, numbers: npt.NDArray[np.float16], groups: npt.NDArray[Any]) -> U8:
-    """Numbers [supers] and bytes [supers, groups] -> records [supers, 2, bytes]."""
+    """d or e [supers], and bytes s or m [supers, groups] -> records [supers, 2, bytes]."""
     count = form.record_bytes - 2
     of_block = groups.view(np.uint8).repeat(2 * count // groups.shape[1], axis=1)
     first = numbers.repeat(2).view(np.uint8).reshape(-1, 2, 2)

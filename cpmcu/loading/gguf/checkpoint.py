@@ -54,14 +54,15 @@ _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|scale)$")
 _MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Tensors that the config takes up (cpmcu/loading/gguf/config.py).
 _IN_CONFIG = ("rope_freqs.weight",)
-_MAX_RECENT = 4  # q, k and v are loaded by turns
+_MAX_RECENT = 4  # loading interleaves the tensors of q, k and v
 
 
 class GgufCheckpoint:
     """The tensors of a model.
 
     `rotated`: head counts of q and k whose rows llama.cpp reordered. `packs`: whether types of
-    blocks.py stay packed; else they are decoded. `halves`: the same for forms with halves.
+    blocks.py stay packed; else they are decoded. `halves`: whether forms with halves stay packed,
+    too.
     """
 
     always_converts = True
@@ -147,7 +148,7 @@ class GgufCheckpoint:
         return self._in_order(name, values)
 
     def _split(self, module: str) -> Arrays:
-        """The tensors of a packed module. The last few are kept: each is read by itself."""
+        """The tensors of a packed module. Each is read by itself, so the last modules are kept."""
         if module not in self._recent:
             tensor = self._sources[f"{module}.weight"]
             rows = self._in_order(f"{module}.weight", _raw(tensor, *_block_of(tensor)))
@@ -175,7 +176,7 @@ class GgufCheckpoint:
 
 
 def _named(tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """Hugging Face's name -> the tensor; of stacked experts, each expert's part of it."""
+    """Hugging Face's names -> tensors. Stacked experts become one tensor for each expert."""
     found = _EXPERTS.match(tensor.name)
     if found is None:
         return {hf_name(tensor.name): tensor}
@@ -210,8 +211,8 @@ def _same_matrix(module: str) -> list[str]:
 def packed_modules(sources: Mapping[str, GgufTensor], halves: bool) -> dict[str, Form]:
     """The linear layers that stay packed -> their form, one for all parts of a matrix.
 
-    `sources`: Hugging Face's name -> tensor. `halves`: are forms with halves packed? Embeddings are
-    decoded, and so is a head that is tied to them.
+    `sources`: Hugging Face's name -> tensor. `halves`: whether forms with halves stay packed.
+    Embeddings are decoded, and so is a head that is tied to them.
     """
     tensors = {
         name.removesuffix(".weight"): tensor

@@ -8,7 +8,7 @@ from cpmcu.serving.reasoning_parsers.registry import register_reasoning_parser
 
 @register_reasoning_parser("gemma4")
 class Gemma4Parser(ReasoningParser):
-    """The channel of Gemma 4's thoughts."""
+    """Parses the channel of reasoning."""
 
     begin, end = "<|channel>thought", "<channel|>"
     tags = ("<|channel>",)

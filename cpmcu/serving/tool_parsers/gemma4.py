@@ -18,7 +18,7 @@ _MAX_DEPTH = 64  # of values within values
 
 @register_tool_parser("gemma4", signs=(_BEGIN, "call:"), tags=(_BEGIN, _END, _QUOTE))
 class Gemma4Parser(ToolParser):
-    """Parses such calls. They are complete before they are returned."""
+    """Parses such calls. A call is returned once it is complete."""
 
     first_tag = _BEGIN
 
@@ -36,7 +36,7 @@ class Gemma4Parser(ToolParser):
             self.end_call()
 
     def _body(self) -> Steps[tuple[str, str]]:
-        """Reads up to the end tag. Returns (text, tag); without a tag the answer ended."""
+        """Reads up to the end tag. Returns (text, tag). If the answer ends first, the tag is ""."""
         pieces: list[str] = []
         while True:
             rest = self._text[self._at :]
@@ -49,7 +49,7 @@ class Gemma4Parser(ToolParser):
 
 
 class _Reader:
-    """Reads one call. All methods raise ValueError for another text."""
+    """Reads one call. All methods raise ValueError if the text is malformed."""
 
     def __init__(self, text: str, tools: Tools) -> None:
         self._text, self._at, self._tools = text, 0, tools
@@ -66,7 +66,7 @@ class _Reader:
         return name, arguments
 
     def _object(self, depth: int, function: str | None = None) -> str:
-        """`function`: the object has its arguments."""
+        """Reads an object and returns JSON. `function`: it holds the arguments of this function."""
         parts: list[str] = []
         self._at += 1
         while not self._closes("}", first=not parts):
@@ -113,7 +113,7 @@ class _Reader:
         return False
 
     def _sees(self, sign: str) -> bool:
-        """Whether `sign` comes next, after white space, which is read."""
+        """Skips white space. Returns whether `sign` comes next."""
         self._at += len(self._text[self._at :]) - len(self._text[self._at :].lstrip())
         return self._text.startswith(sign, self._at)
 
@@ -122,7 +122,7 @@ class _Reader:
         return self._until(_QUOTE)
 
     def _until(self, sign: str, *, back: bool = False) -> str:
-        """Reads up to `sign`, and it; `back`: it stays."""
+        """Reads up to and including `sign`. With `back`, `sign` is left unread."""
         place = self._text.find(sign, self._at)
         if place < 0:
             raise ValueError(f"{sign} is missing")

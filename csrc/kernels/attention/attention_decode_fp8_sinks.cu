@@ -4,8 +4,8 @@
 // Roofline: that of attention_decode_fp8.cu. A sink is one exponential for each token and query
 // head.
 //
-// Surprising: scales of codes change no sink. Scores are scaled before the softmax, so the running
-// maximum that a sink is compared with is that of a 16-bit cache.
+// Surprising: a sink needs no scale of fp8 codes. Scores are scaled before the softmax, so a sink
+// is compared with the same running maximum as over a 16-bit cache.
 #include "core/dispatch.h"
 #include "kernels/attention/decode_launch.cuh"
 

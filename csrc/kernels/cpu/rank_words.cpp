@@ -10,7 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The data of a word once it has the number of this round.
+// Waits until a word has the number of this round, and returns its data.
 uint32_t receive(const Exchange& exchange, uint64_t* word, uint32_t round, int from) {
   const std::atomic_ref<uint64_t> at(*word);
   Clock::time_point begin;

@@ -8,8 +8,8 @@
 
 namespace cpmcu::cpu {
 
-// Sends `num_words` words of 4 bytes to all ranks and returns those of each rank, in their order.
-// Throws RankFailure if a rank does not answer.
+// Sends `num_words` words of 4 bytes to the other ranks. Returns the words of all ranks, this one
+// included, in the order of ranks. Throws RankFailure if a rank does not answer.
 std::vector<std::vector<uint32_t>> exchange_words(const Exchange& exchange, const uint32_t* part,
                                                   int64_t num_words);
 

@@ -310,8 +310,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
   }
   trace.end();
   if (Mainloop::kPrefetchBlocks > 0 && threadIdx.x == 0) atomicAdd(&num_loaded, kNoMoreLoads);
-  // CTA 0 has a part in every GEMM. So here all CTAs have arrived at all grid barriers, and have
-  // read `bases` and `launches` before that.
+  // CTA 0 works on every GEMM, so it has waited at all grid barriers. Therefore all CTAs have
+  // arrived there. They read `bases` and `launches` before they arrived.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (args.combine_mode == CombineMode::kGridWide) args.state->bases[0] += gridDim.x;
     for (int i = 1; i < args.num_gemms; ++i) args.state->bases[i] += gridDim.x;

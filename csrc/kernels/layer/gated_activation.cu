@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const int at = (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * 8;
   if (at >= width) return;
-  // A squared ReLU has x as `up`, and no gate.
+  // A squared ReLU reads x as `up`, and has no gate.
   const bool two = up == nullptr && kKind != Activation::kRelu2;
   const T* const second = up == nullptr ? x + row * width + at : up + row * up_stride + at;
   Pairs pairs = two ? Pairs(x + row * 2 * width, at, width, alternates)

@@ -122,8 +122,8 @@ struct Rows {
       for (int j = 0; j < 4; ++j) to[4 * i + j] = to_float(v[j]);
     }
   }
-  // The sum over the lanes of number lane % 8. Each of the first three rounds halves the numbers
-  // that a lane keeps.
+  // Returns the sum of sums[lane % 8] over all lanes. Each of the first three rounds halves how
+  // many numbers a lane keeps.
   static __device__ __forceinline__ float sum_lanes(float (&sums)[kRows], int lane) {
 #pragma unroll
     for (int bit = 0; bit < 3; ++bit) {
@@ -219,7 +219,8 @@ struct Head {
     return num;
   }
 
-  // Starts the copy of 8 elements from each place of `from` to rows row, row + 1, ...
+  // Starts the copy of `num` tokens to rows row, row + 1, ... in chunks of 8 elements. `from` gives
+  // the source of a chunk.
   template <typename Source>
   __device__ __forceinline__ void fetch(int row, int num, int width, Source&& from) const {
     const int chunks = width / 8;
@@ -262,7 +263,8 @@ struct Head {
   __device__ __forceinline__ T dt(int i) const {
     return args.dt[int64_t{first + i} * args.dt_row + head];
   }
-  // Waits until rows that are fetched have arrived, but not the kGroups latest groups of copies.
+  // Waits until fetched rows have arrived. The kGroups latest groups of copies may still be in
+  // flight.
   template <int kGroups>
   static __device__ __forceinline__ void wait_for_rows() {
     ptx::cp_async_wait<kGroups>();
@@ -282,7 +284,7 @@ struct Head {
     T* const y = args.y + int64_t{first + j} * args.shape.inner() + head * args.shape.head_dim;
     y[warp * kRows + lane] = from_float<T>(__fmaf_rn(skip, to_float(token.x[lane]), sum));
   }
-  // Stores the tokens of a decode step, whose rows are there, in `pending`.
+  // Stores the tokens of a decode step in `pending`. Their rows must have arrived.
   __device__ __forceinline__ void store_pending() const {
     const int width = args.shape.head_dim + args.shape.state_size, chunks = width / 8;
     for (int i = threadIdx.x; i < count * chunks; i += blockDim.x) {

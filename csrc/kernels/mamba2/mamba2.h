@@ -1,4 +1,4 @@
-// Mamba-2 (Dao and Gu, arXiv:2405.21060) of a step's tokens: the recurrence of one layer, behind
+// Mamba-2 (Dao and Gu, arXiv:2405.21060) of a step's tokens: the recurrence of one layer, after
 // the convolution of x, B and C (kernels/short_conv) and before the norm
 // (kernels/layer/gated_norm.h).
 //

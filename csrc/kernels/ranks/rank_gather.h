@@ -1,5 +1,5 @@
 // out[r] = parts[r] of rank 0 | parts[r] of rank 1 | …: columns that are divided among the ranks,
-// such as the logits of a head. All ranks call it as rank_sum.
+// such as the logits of a head. The rules for callers of rank_sum apply.
 #pragma once
 
 #include "core/exchange.h"

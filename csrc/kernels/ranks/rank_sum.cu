@@ -1,11 +1,11 @@
 // rank_sum: the sum of all ranks' parts, in the order of ranks, and the norm after it.
 //
-// Roofline: for one token latency, about 1 µs between two GPUs of one host. For many tokens the
-// link: 8 bytes for each 2 elements.
+// Roofline: for one token, the latency between two GPUs of one host, about 1 µs. For many tokens,
+// the link: 8 bytes for 2 elements.
 //
-// Schedule: one CTA for each row, up to kExchangeCtas. It pushes its rows to all ranks, then polls
-// the same words of its own receive buffer. A word is always handled by the same CTA, so each CTA
-// counts its own rounds, and no CTA waits for another of its own GPU.
+// Schedule: one CTA for each row, up to kExchangeCtas. It pushes its rows to the other ranks, then
+// polls the same words of its own receive buffer. A word is always handled by the same CTA, so each
+// CTA counts its own rounds, and no CTA waits for another of its own GPU.
 //
 // Surprising: the poll reads the data itself. A flag after the data would cost a fence and a second
 // trip over the link.

@@ -3,8 +3,8 @@
 // have the same bits. The norm after the sum may be part of the launch.
 //
 // All ranks call it with equal shapes, in the same order. Each pushes its part to the others and
-// waits for theirs. If a part does not come within kWaitSeconds, *Exchange::failed is set; the CPU
-// op throws, a CUDA kernel ends with a wrong sum.
+// waits for theirs. If a part does not come within kWaitSeconds, *Exchange::failed is set. The CPU
+// op then throws, and the CUDA kernel ends with a wrong sum.
 #pragma once
 
 #include "core/exchange.h"

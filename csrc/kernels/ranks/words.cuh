@@ -1,6 +1,6 @@
-// The protocol of core/exchange.h in device code. A word of a message is always handled by the same
-// CTA: word w by CTA (w / width) % grid with the same `width` in every launch, and a grid of
-// kExchangeCtas if there is more work than that. So each CTA counts its own rounds.
+// The protocol of core/exchange.h in device code. Word w of a message belongs to CTA
+// (w / width) % kExchangeCtas, with the same `width` in every launch. A shorter message has fewer
+// CTAs, which handle the same words. So each CTA counts its own rounds.
 #pragma once
 
 #include "core/exchange.h"
@@ -8,7 +8,7 @@
 
 namespace cpmcu::cuda {
 
-constexpr int kPollsPerCheck = 1024;  // of the clock and of the other ranks' failure
+constexpr int kPollsPerCheck = 1024;  // polls between two checks of the clock and of `failed`
 
 // The number of this CTA's round. Called once in a launch, by all threads.
 __device__ __forceinline__ uint32_t next_round(const Exchange& exchange) {
@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t next_round(const Exchange& exchange) {
   return round;
 }
 
-// The data of two words once they have the number of this round. After the deadline `waits` becomes
-// false and the result is undefined.
+// Waits until two words have the number of this round, and returns their data. After the deadline
+// `waits` becomes false, and the result is undefined.
 __device__ inline uint2 receive(const Exchange& exchange, const uint64_t* words, uint32_t round,
                                 bool& waits) {
   ulonglong2 values = ptx::load_system64x2(words);

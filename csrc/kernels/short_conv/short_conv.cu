@@ -1,7 +1,7 @@
 // short_conv: the short convolution of a step's tokens, and the state of the slots.
 //
-// Roofline: 8 bytes an element of `out` of HBM traffic. For one token: the latency of the dependent
-// loads slot -> length -> accepted path -> pending.
+// Roofline: HBM traffic of 8 bytes an element of `out` (gated), or 4 (SiLU). For one token: the
+// latency of the dependent loads slot -> length -> accepted path -> pending.
 //
 // Schedule: a CTA has 32 channels of up to 64 tokens of a sequence. A warp has every eighth token,
 // a lane one channel.

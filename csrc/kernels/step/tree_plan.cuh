@@ -4,8 +4,8 @@
 // Depth first, so that most nodes follow their parent. A node with several children keeps a copy of
 // its S in a slot of shared memory, from which its later children start. The child with the most
 // descendants is last, and its subtree may use the slot again. So a tree of N nodes needs at most
-// copies_of(N) slots. With fewer slots a node starts from the nearest ancestor that has one, else
-// from S, and replays the ancestors between.
+// copies_of(N) slots. With fewer slots, a node starts from the nearest ancestor that has one, or
+// else from S. It then replays the ancestors between.
 #pragma once
 
 #include "kernels/step/step_tokens.h"

@@ -215,9 +215,9 @@ void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
     }
   }
   args.stages = std::min(kMaxStages, (shared_bytes - receive_bytes) / kStageBytes);
-  // Loads before x arrives. With more rows, loading x takes longer, so fewer weights may be queued
-  // before it. If K is not cut and there are at most 32 rows, the weights take longer than x. Then
-  // all stages are filled.
+  // early_stages: the stages that are filled with weights before x arrives. With more rows, x takes
+  // longer to load, so fewer loads of weights may be queued before it. If K is not cut and there
+  // are at most 32 rows, loading weights takes longer than loading x, so all stages are filled.
   args.early_stages = args.stages;
   args.early_l2_blocks = 0;
   if (sends) {

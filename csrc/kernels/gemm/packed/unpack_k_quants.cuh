@@ -6,8 +6,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-// `kGroups`: of a row of a block. A row's record has a float16 number and a byte for each group, or
-// float16 numbers (PackedLayout::halves, kFirstForm).
+// `kGroups`: groups of k in a row of a block. A row's record has a float16 number and a byte for
+// each group, or float16 numbers (PackedLayout::halves, kFirstForm).
 template <int kGroups>
 struct Records {
   static constexpr int kScaleSteps = 8 / kGroups;
@@ -25,8 +25,8 @@ struct Records {
     return record(form) * row;
   }
   static __device__ __forceinline__ int scale_step(uint8_t form) { return 8 * record(form); }
-  // A scale or minimum is a float16 number, or the product of 11 and 8 bits. float32 holds both
-  // exactly.
+  // A scale or minimum is a float16 number, or the product of numbers of 11 and 8 bits. float32
+  // holds both exactly.
   template <bool kSigned, typename Place>
   static __device__ __forceinline__ float load_number(Place row, int k_group, uint8_t form) {
     if (kAllHalves && form != 0) return to_scale(load_half(row + 2 * k_group), false);
