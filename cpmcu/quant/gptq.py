@@ -1,8 +1,10 @@
 """GPTQ in the format of AutoGPTQ and GPTQModel: groups of 16 to 128, or channels, in order of K.
 
 Each linear layer has `qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and
-`g_idx` [K]; with 8 bits [K / 4, N] and [G, N / 4]. If `sym` is true, all zero points are 8 (128);
-otherwise `qzeros` is loaded. `dynamic` gives modules their own bits and groups.
+`g_idx` [K]. With 8 bits, `qweight` is [K / 4, N] and `qzeros` [G, N / 4].
+
+If `sym` is true, all zero points are 8 (128). Otherwise `qzeros` is loaded. `dynamic`
+gives modules their own bits and groups.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 // release.
 //
 // Not thread-safe: one thread drives it. Steps are enqueued and collected separately, so that the
-// host can launch ahead: the device writes results to mapped memory, in the order of the steps.
+// host can launch ahead. The device writes results to mapped memory, in the order of the steps.
 #pragma once
 
 #include <deque>

@@ -1,10 +1,10 @@
 // The engine of Python: one Engine for each rank. Each has a part of the model. Usually there is
 // one rank.
 //
-// Every call that changes something runs on all ranks at once, with the same arguments: rank 0 on
-// the calling thread, the others on threads of their own. The ranks hold the same tokens, lengths
-// and page tables, and draw the same tokens from the same logits. They exchange data on the device
-// alone, in the sums of a layer and the logits (kernels/ranks).
+// Every call that changes something runs on all ranks at once, with the same arguments. Rank 0 runs
+// on the calling thread, the others on threads of their own. The ranks hold the same tokens,
+// lengths and page tables, and draw the same tokens from the same logits. They exchange data on the
+// device alone, in the sums of a layer and the logits (kernels/ranks).
 #pragma once
 
 #include <atomic>

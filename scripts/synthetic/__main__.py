@@ -9,8 +9,8 @@ never zero, and scaled so that activations stay finite. A matrix has standard de
 values of a tensor depend only on the seed, its name and the kind of device. So two runs on one kind
 of device write equal files, and a model with fewer layers has the same first layers.
 
-Each tensor is generated and written before the next one (with torch on a GPU if present, else
-with numpy), so an 8B model is never in memory as a whole.
+Each tensor is generated and written before the next one, so an 8B model is never in memory as a
+whole. If there is a GPU, torch generates the tensors on it, else numpy does.
 
 Presets whose names end in -eagle or -eagle3 are draft heads. Their directories and those of models
 with an MTP head also have token_counts.npy: token frequencies like those of natural text, for

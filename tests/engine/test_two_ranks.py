@@ -120,7 +120,7 @@ def test_experts_of_packed_weights(tmp_path: Path, device: str, family: str, for
 
 
 def test_sparse_attention(tmp_path: Path, device: str) -> None:
-    """Each rank chooses the blocks of its own key heads."""
+    """Each rank chooses the blocks of its own KV heads."""
     if device == "cuda" and C.device_count() < 2:
         pytest.skip("one GPU")
     models = sparse_models(tmp_path, device)
@@ -248,7 +248,7 @@ def test_prefix_cache_with_host_memory(models: Models, kind: str) -> None:
 
 
 def test_batches_with_log_probabilities(models: Models) -> None:
-    """The same values in any company."""
+    """Log-probabilities do not depend on the batch."""
     fields = {"logprobs": 3, **SAMPLINGS["seeded"]}
     engine = models.drafted("eagle_bias", "llama", TREES["narrow"], max_num_seqs=4)
     plain = models.engine("llama", None, max_num_seqs=4)

@@ -150,7 +150,7 @@ class IntegerWeights:
 
     @property
     def group(self) -> int:
-        """k of a scale in weight blocks."""
+        """How many k share a scale in weight blocks."""
         return min(self.size, 32)
 
     def put(self, device: str) -> Any:

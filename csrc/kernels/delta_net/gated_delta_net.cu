@@ -7,9 +7,9 @@
 // 66 heads, each scheduler issues 370 instructions of the recurrence and 90 of the preparation:
 // about 0.25 us.
 //
-// Schedule: from compute capability 9.0 on, a value head of a sequence is a cluster of CTAs, four
-// for a step and two for a prompt. Before 9.0 it is one CTA. A warp owns 8 columns of S in its
-// registers (delta_net_columns.cuh).
+// Schedule: from compute capability 9.0 on, a cluster of CTAs computes a value head of a sequence.
+// It has four CTAs for a step and two for a prompt. Before 9.0 it is one CTA. A warp owns 8 columns
+// of S in its registers (delta_net_columns.cuh).
 //
 // Decode step:
 //   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
@@ -19,8 +19,8 @@
 //   3. Recurrence: each warp by itself, without a barrier, depth first (step/tree_plan.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
 //
-// Prompt: a pipeline of stages of 32 tokens. While eight warps run the recurrence of stage s, eight
-// more send the squares of stage s - 1, prepare stage s + 1, and write the outputs of stage s - 2.
+// Prompt: a pipeline of stages of 32 tokens. Eight warps run the recurrence of stage s. Meanwhile
+// eight more send the squares of stage s - 1, prepare stage s + 1, and write the outputs of s - 2.
 // Without clusters a stage has 16 tokens, and all 16 warps do both in turn.
 //
 // Surprising: a prompt runs the recurrence token by token, not in chunks on tensor cores. Its bits

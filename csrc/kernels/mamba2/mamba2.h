@@ -1,5 +1,5 @@
-// Mamba-2 (Dao and Gu, arXiv:2405.21060) of a step's tokens: the recurrence of one layer, after
-// the convolution of x, B and C (kernels/short_conv) and before the norm
+// Mamba-2 (Dao and Gu, arXiv:2405.21060) of a step's tokens: the recurrence of one layer. The
+// convolution of x, B and C comes before it (kernels/short_conv), the norm after it
 // (kernels/layer/gated_norm.h).
 //
 // Head h uses B and C of group h / (heads / groups). For each token, in float32:
@@ -8,9 +8,8 @@
 //   S <- exp(-exp(A_log) d) S + (d x) B^T          S is [P, N]
 //   y = S C + D x, rounded to the model's dtype
 //
-// A token follows its parent (kernels/step/step_tokens.h). The operations of a token and their
-// order are the same in a prefill, in plain decoding and in a tree, so chunks and trees change no
-// bit.
+// A token follows its parent (kernels/step/step_tokens.h). A token has the same operations in
+// the same order in a prefill, in plain decoding and in a tree. So chunks and trees change no bit.
 //
 // Deferred commit, as in kernels/delta_net/gated_delta_net.h: a decode step stores x, B and dt of
 // its tokens (`pending`) and leaves S alone. The next step of the slot first adds the accepted

@@ -5,7 +5,7 @@
 //
 // Schedule: one CTA for each row, up to kExchangeCtas. It pushes its rows to the other ranks, then
 // polls the same words of its own receive buffer. A word is always handled by the same CTA, so each
-// CTA counts its own rounds, and no CTA waits for another of its own GPU.
+// CTA counts its own rounds. No CTA waits for another of its own GPU.
 //
 // Surprising: the poll reads the data itself. A flag after the data would cost a fence and a second
 // trip over the link.

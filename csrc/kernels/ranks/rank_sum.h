@@ -1,6 +1,8 @@
-// hidden[t] (+)= parts[t] of rank 0 + parts[t] of rank 1 + …, in float32 and in the order of ranks,
-// rounded once: the sum of a linear layer whose inputs are divided among the ranks. So all ranks
-// have the same bits. The norm after the sum may be part of the launch.
+// hidden[t] (+)= parts[t] of rank 0 + parts[t] of rank 1 + …
+//
+// The parts are those of a linear layer whose inputs are divided among the ranks. They are added in
+// float32 and in the order of ranks, and the sum is rounded once. So all ranks have the same bits.
+// The norm after the sum may be part of the launch.
 //
 // All ranks call it with equal shapes, in the same order. Each pushes its part to the others and
 // waits for theirs. If a part does not come within kWaitSeconds, *Exchange::failed is set. The CPU

@@ -7,7 +7,7 @@
 //   SiLU (Mamba-2)  u = columns first, first + 1, ... of x; out = silu(sum)
 //
 // A token follows its parent (kernels/step/step_tokens.h). The operations of a token are the same
-// in a prefill, in plain decoding and in a tree, so chunks and trees change no bit.
+// in a prefill, in plain decoding and in a tree. So chunks and trees change no bit.
 //
 // Deferred commit, as in kernels/delta_net/gated_delta_net.h: a decode step stores u of its tokens
 // (`pending`). The next step of the slot moves the accepted ones to `window`, which holds u of the

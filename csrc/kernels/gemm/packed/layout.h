@@ -22,8 +22,8 @@
 // have group scales too.
 //
 // K-quants of llama.cpp have scales of two levels. The record of a row has d, float16, and a byte s
-// for each group of k: 32 k (kK4), or 16 (kK8, where s is signed). A record of minima has e and the
-// bytes m likewise. d s and e m are exact in float32.
+// for each group of k. A group has 32 k in kK4, and 16 in kK8, where s is signed. A record of
+// minima has e and the bytes m likewise. d s and e m are exact in float32.
 //
 // With `halves`, rows may have scales (and minima) that are float16 numbers, one for 32 k. Every
 // record of kK4 then holds four of them. A record of kK8 holds four after the half kHalvesTag, and
