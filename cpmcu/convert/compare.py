@@ -42,7 +42,7 @@ class Difference:
         self.agreeing += int((original.argmax(-1) == other.argmax(-1)).sum())
 
     def notes(self) -> list[str]:
-        """Sentences for the user."""
+        """Two lines of text for the user: errors of log-probabilities, and perplexities."""
         count = len(self.errors)
         largest = float(np.abs(self.errors).max())
         mean = float(np.abs(self.errors).mean())

@@ -22,8 +22,8 @@ template <typename T, bool kFp8>
 using SliceTile = CacheTile<T, kFp8, kWideTile, kSliceDim>;
 
 // Starts the copy of a warp's slice of a KV tile, as one cp.async group. Lane i names row i of the
-// tile: `row` is its row in the cache [pages * Hkv * 64, 512]; -1: none, it becomes zero. Returns
-// the lane's scale of an fp8 cache.
+// tile: `row` is its row in the cache [pages * Hkv * 64, 512]. If `row` is -1, row i becomes zero.
+// Returns the scale of that row in an fp8 cache.
 template <bool kFp8, typename T>
 __device__ __forceinline__ float fetch_slice(SliceTile<T, kFp8>& tile, const AttentionArgs<T>& args,
                                              Operand operand, int warp, int row) {
