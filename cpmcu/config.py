@@ -239,7 +239,6 @@ class EngineConfig(SparseOptions):
         "auto",
         "type of weights and activations; auto: the type of the checkpoint",
         choices=DTYPES,
-        brief="float16, bfloat16 or float32 (default: as saved)",
     )
     lm_head_quant: str = option(
         "none",

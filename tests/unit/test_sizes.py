@@ -25,7 +25,7 @@ NO_CODE = re.compile(
 )
 # Before a declaration, and no part of it.
 LABEL = re.compile(r"\s*(?:(?:public|private|protected):|[A-Z][A-Z0-9_]*\([^()]*\)\s*\n)")
-ALIGNMENT = re.compile(r"alignas\([^()]*\)")
+ATTRIBUTE = re.compile(r"alignas\([^()]*\)|\[\[[^\[\]]*\]\]")
 SCOPE = re.compile(r"(?:^|[\s>])(?:namespace|class|struct|union|enum|extern)\b[^()]*$")
 # A name with parameters.
 NAME = re.compile(r"((?:\w+::)*(?:operator\s*(?:\(\)|[^\s\w(]+|[\w ]+)|~?\w+))\s*\(")
@@ -68,7 +68,7 @@ def functions_of(text: str) -> Iterator[Function]:
             while label := LABEL.match(code, start, at):
                 start = label.end()
             head = code[start:at]
-            if SCOPE.search(ALIGNMENT.sub("", head)):
+            if SCOPE.search(ATTRIBUTE.sub("", head)):
                 start = at + 1
                 continue
             if name is None and not head.rstrip().endswith("="):
