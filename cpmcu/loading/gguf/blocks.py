@@ -196,7 +196,8 @@ def _integers(type_id: int, blocks: U8) -> npt.NDArray[np.int8]:
         high = np.unpackbits(blocks[:, :, -20:-16], axis=-1, bitorder="little")
         codes = codes | high.reshape(codes.shape) << np.uint8(4)
     middle = {Q4_0: 8, Q5_0: 16}.get(type_id, 0)
-    return codes.astype(np.int8) - np.int8(middle)
+    centred: npt.NDArray[np.int8] = codes.astype(np.int8) - np.int8(middle)
+    return centred
 
 
 def _split_into_records(type_id: int, form: Form, raw: U8) -> Arrays:
