@@ -258,6 +258,18 @@ class ToolParser(abc.ABC):
             if not (yield from self.more()):
                 return None
 
+    def text_until(self, end: str) -> Steps[tuple[str, str]]:
+        """Reads up to the tag `end`. Returns (text, tag); without a tag the answer ended."""
+        pieces: list[str] = []
+        while True:
+            rest = self._text[self._at :]
+            before, tag, _ = rest.partition(end)
+            keep = 0 if tag or self._final else held_back(rest, end)
+            pieces.append(before[: len(before) - keep])
+            self._at += len(before) - keep + len(tag)
+            if tag or not (yield from self.more()):
+                return "".join(pieces), tag
+
     def value_until(
         self, ends: Sequence[End], into: Callable[[str], None], *, newline: bool = False
     ) -> Steps[bool]:

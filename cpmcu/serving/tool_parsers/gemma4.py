@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from cpmcu.serving.chat.tags import held_back
 from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import MAX_NAME, Steps, ToolParser
 from cpmcu.serving.tool_parsers.calls import Tools
@@ -25,7 +24,7 @@ class Gemma4Parser(ToolParser):
     def parse(self) -> Steps[None]:
         """Parses an answer."""
         while (yield from self.content_until(_BEGIN)) is not None:
-            body, end = yield from self._body()
+            body, end = yield from self.text_until(_END)
             try:
                 name, arguments = _Reader(body, self.tools).call()
             except ValueError:
@@ -34,18 +33,6 @@ class Gemma4Parser(ToolParser):
             self.begin_call(name)
             self.arguments(arguments)
             self.end_call()
-
-    def _body(self) -> Steps[tuple[str, str]]:
-        """Reads up to the end tag. Returns (text, tag). If the answer ends first, the tag is ""."""
-        pieces: list[str] = []
-        while True:
-            rest = self._text[self._at :]
-            before, tag, _ = rest.partition(_END)
-            keep = 0 if tag or self._final else held_back(rest, _END)
-            pieces.append(before[: len(before) - keep])
-            self._at += len(before) - keep + len(tag)
-            if tag or not (yield from self.more()):
-                return "".join(pieces), tag
 
 
 class _Reader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from cpmcu.serving.chat.tags import held_back
 from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.base import Steps, ToolParser
 from cpmcu.serving.tool_parsers.calls import ToolCall
@@ -27,7 +26,7 @@ class MiniCpm4Parser(ToolParser):
     def parse(self) -> Steps[None]:
         """Parses an answer."""
         while (yield from self.content_until(_BEGIN)) is not None:
-            body, end = yield from self._body()
+            body, end = yield from self.text_until(_END)
             calls = calls_of(body)
             if calls is None:
                 self.content(_BEGIN + body + end)
@@ -36,18 +35,6 @@ class MiniCpm4Parser(ToolParser):
                 self.begin_call(call.name)
                 self.arguments(call.arguments)
                 self.end_call()
-
-    def _body(self) -> Steps[tuple[str, str]]:
-        """Reads up to the end tag. Returns (text, tag); without a tag the answer ended."""
-        pieces: list[str] = []
-        while True:
-            rest = self._text[self._at :]
-            before, tag, _ = rest.partition(_END)
-            keep = 0 if tag or self._final else held_back(rest, _END)
-            pieces.append(before[: len(before) - keep])
-            self._at += len(before) - keep + len(tag)
-            if tag or not (yield from self.more()):
-                return "".join(pieces), tag
 
 
 def calls_of(text: str) -> list[ToolCall] | None:
