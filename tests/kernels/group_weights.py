@@ -222,7 +222,7 @@ class KQuantWeights:
             signed, 64 if self.minimum else 128, (n, supers * 256 // group), dtype=np.int8
         )
         self.m = rng.integers(0, 64, (n, supers * 256 // group), dtype=np.uint8)
-        # Of rows with halves: one for 32 k, of both signs.
+        # Rows with float16 scales have one scale for each 32 k, of either sign.
         self.is_half = np.zeros(n, bool)
         if self.codes.endswith("halves"):
             self.is_half = (np.arange(n) % 3 > 0) | (self.codes == "k4_halves")

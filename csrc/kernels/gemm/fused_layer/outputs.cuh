@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_gated(const GemmArgs& gemm, T* y,
 
 // Rotates elements n, n + 8 of one token with their partners half a head further, and stores them
 // to y or to the KV cache. `weight`: biases. The sum of element n is sum[0][j], that of n + 8
-// sum[0][j + 2]. Those of the partners are in sum[1].
+// sum[0][j + 2]. The sums of the partners are in sum[1].
 template <typename T>
 __device__ __forceinline__ void store_rotated(const GemmArgs& gemm, const Rotary& rotary,
                                               const TokenRotation& token, const T (&weight)[2][2],

@@ -25,8 +25,8 @@ struct Records {
     return record(form) * row;
   }
   static __device__ __forceinline__ int scale_step(uint8_t form) { return 8 * record(form); }
-  // A scale or minimum is a float16 number, or the product of numbers of 11 and 8 bits. float32
-  // holds both exactly.
+  // A scale is a float16 number, or a float16 number times an 8-bit integer. So is a minimum.
+  // float32 holds both exactly.
   template <bool kSigned, typename Place>
   static __device__ __forceinline__ float load_number(Place row, int k_group, uint8_t form) {
     if (kAllHalves && form != 0) return to_scale(load_half(row + 2 * k_group), false);
