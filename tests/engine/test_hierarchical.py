@@ -198,7 +198,7 @@ def test_prefix_cache(models: Models) -> None:
             for job, more in zip(jobs, ([], text_of(9))):
                 expected = models.plain("llama", prompt + more, 20, **SAMPLINGS[name])
                 assert job.wait() == expected
-            cache.check()
+            runner.call(lambda _: cache.check())
         assert cache.counters.hits > 0
 
 
