@@ -60,8 +60,8 @@ struct PairScoresParams {
   const int* id_map = nullptr;       // [draft vocabulary] draft id -> target id; null: equal
   const int* seq_slots = nullptr;    // [B]
   const int* next_tokens = nullptr;  // [slots] the roots: the parents at depth 0
-  Tensor predecessors;               // [V, r] rows of target ids
-  Tensor successors;                 // [draft vocabulary, r] rows of draft ids, same dtype
+  Tensor predecessors{};             // [V, r] rows of target ids
+  Tensor successors{};               // [draft vocabulary, r] rows of draft ids, same dtype
   Tensor gates{};                    // [B D, r] same dtype; empty: 1
   bool keeps_rest = false;
   int* tokens = nullptr;   // [B, D, K] out: ids of the target
@@ -75,11 +75,12 @@ REGISTER_OP(pair_scores, PairScoresParams)
 // the lower index comes first.
 //
 // A chain is the greedy path: at each depth the best candidate below the one before. It has
-// min(M, D) tokens.
+// min(M, depth) tokens.
 //
 // NaN counts as -inf. A candidate whose score is -inf is never drafted; missing tokens are -1.
 struct LatticeTreeParams {
   Lattice lattice;
+  int depth = 0;  // of the longest path, at most that of the lattice
   bool chain = false;
   // Added to the score of each node whose parent is not on the greedy path, at most 0. Without
   // pairs a child's score ignores that its parent is an unlikely one.
