@@ -167,7 +167,7 @@ def copies_of_target(
     ignored = {}
     for found in draft.tensors:
         if found == name or found.endswith("." + name):
-            if not _is_copy(draft, found, target, table):
+            if not is_copy(draft, found, target, table):
                 logger.warning(
                     "%s of the draft differs from the target's, which is used: fewer drafted "
                     "tokens may be accepted",
@@ -183,7 +183,7 @@ def head_table(target: TargetModel) -> str:
     return EMBEDDING if tied else "lm_head.weight"
 
 
-def _is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
+def is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
     """Is a tensor of the draft [V, H] equal to the target's `table`, up to rounding?
 
     `table` is the engine's name. COMPARED_ROWS rows are compared. If the target's tensor is not

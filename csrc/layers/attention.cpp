@@ -223,9 +223,7 @@ class AttentionBlock : public Block {
       gates = ops.value("attention.gate", gate_buffer_);
       ops.linear(gate_name_, *gate_, gates, x);
     }
-    ops.linear(attn + "qkv_proj", *qkv_, qkv, x);
-    append_norms(ops, qkv);
-    ops.rotary(attn + "rotary_kv", qkv, rotary());
+    append_keys(ops, x);
     if (scales_queries_) append_query_scale(ops, qkv);
     const bool is_prefill = ops.phase() == Phase::kPrefill;
     if (sparse_ && is_prefill) sparse_->append_compress(ops, attn, keys_);
@@ -252,6 +250,14 @@ class AttentionBlock : public Block {
           add_bias(ctx, {.y = rows(hidden), .bias = o_bias_});
         },
         o_bias_.num_bytes());
+  }
+
+  void append_keys(OpList& ops, const Value& x) const override {
+    const std::string attn = prefix_ + "self_attn.";
+    const Value qkv = ops.value("attention.qkv", qkv_buffer_);
+    ops.linear(attn + "qkv_proj", *qkv_, qkv, x);
+    append_norms(ops, qkv);
+    ops.rotary(attn + "rotary_kv", qkv, rotary());
   }
 
   void append_commit(OpList& ops) const override {

@@ -45,6 +45,11 @@ class Block {
   // tokens that it accepted. They update the state that `ModelState::commit` does not move:
   // per-slot tensors, and planes with fewer rows than tokens. Not called for the blocks of a draft.
   virtual void append_commit(OpList&) const {}
+  // Appends the ops that store the keys and values of x [T, H], and no others of `append`. Only an
+  // attention block has them.
+  virtual void append_keys(OpList&, const Value&) const {
+    CHECK_STATE(false, "append_keys was called on a block that stores no keys");
+  }
 };
 
 using BlockRegistry = Registry<Block, const BlockConfig&>;

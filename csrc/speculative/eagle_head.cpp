@@ -15,20 +15,20 @@ EagleHead::EagleHead(const DrafterSpec& spec, const ModelSpec& target, const std
 }
 
 EagleHead::Module EagleHead::make_module(const std::string& prefix) {
-  Module module{.fc = add_fc(prefix + "fc", 2 * width())};
+  Module module{.fc = parts_.add_linear(prefix + "fc", 2 * width())};
   if (form_.input_norms) {
-    module.embed_norm = add_norm(prefix + "input_norm1");
-    module.aux_hidden_norm = add_norm(prefix + "input_norm2");
+    module.embed_norm = parts_.add_norm(prefix + "input_norm1");
+    module.aux_hidden_norm = parts_.add_norm(prefix + "input_norm2");
   }
   for (int i = 0; i < model().num_hidden_layers; ++i) {
     const std::string layer = prefix + "layers." + std::to_string(i) + ".";
     const bool has_norm = i > 0 || form_.first_attention;
     module.layers.push_back(
         {.blocks = add_layer(layer, 0, model().layer(i)),
-         .attention_norm = has_norm ? add_norm(layer + "input_layernorm") : nullptr,
-         .mlp_norm = add_norm(layer + "post_attention_layernorm")});
+         .attention_norm = has_norm ? parts_.add_norm(layer + "input_layernorm") : nullptr,
+         .mlp_norm = parts_.add_norm(layer + "post_attention_layernorm")});
   }
-  if (form_.final_norm) module.final_norm = add_norm(prefix + "norm");
+  if (form_.final_norm) module.final_norm = parts_.add_norm(prefix + "norm");
   return module;
 }
 
@@ -36,7 +36,7 @@ void EagleHead::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& li
   HeadDrafter::plan(plan, states, limits);
   if (!form_.bias) return;
   bias_id_ = plan.add(spec_.scope + "fc.bias", "weights", width() * size_of(model().dtype));
-  zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_tokens());
+  zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * parts_.max_tokens());
 }
 
 void EagleHead::bind(const Arena& arena) {
@@ -55,7 +55,7 @@ void EagleHead::list_tensors(WeightTable& table) {
 }
 
 void EagleHead::append(const Module& module, OpList& ops) const {
-  const Value hidden = hidden_value(ops), normed = normed_value(ops);
+  const Value hidden = parts_.hidden_value(ops), normed = parts_.normed_value(ops);
   ops.add_linear(spec_.scope + "fc", *module.fc, hidden, both_value(ops), 1, form_.bias);
   for (const auto& [blocks, attention_norm, mlp_norm] : module.layers) {
     if (attention_norm) attention_norm->append(ops, normed, hidden);
@@ -67,20 +67,20 @@ void EagleHead::append(const Module& module, OpList& ops) const {
 
 void EagleHead::finish_loading(const Context& ctx, const TargetParts& target) {
   HeadDrafter::finish_loading(ctx, target);
-  for (Module& module : modules_) module.pass.cut(cut_target(ctx));
-  if (form_.bias) fill_bytes(ctx.device, zeros_, 0, 4 * max_tokens(), ctx.stream);
+  for (Module& module : modules_) module.pass.cut(HeadParts::cut_target(ctx));
+  if (form_.bias) fill_bytes(ctx.device, zeros_, 0, 4 * parts_.max_tokens(), ctx.stream);
 }
 
 Tensor EagleHead::run_module(const Context& ctx, int index, const Step& step,
                              const HiddenRows& aux_hidden) {
   const Module& module = modules_[static_cast<size_t>(index)];
   const int num_tokens = step.tokens.num_tokens;
-  const Tensor hidden = this->hidden(num_tokens), normed = this->normed(num_tokens);
+  const Tensor hidden = parts_.hidden(num_tokens), normed = parts_.normed(num_tokens);
   const bool hidden_first = form_.hidden_first;
   const Tensor embedded = hidden_first ? right(num_tokens) : left(num_tokens);
   const Tensor of_token = hidden_first ? left(num_tokens) : right(num_tokens);
   embedding(ctx, {.out = module.embed_norm ? normed : embedded,
-                  .table = embedding_table_,
+                  .table = parts_.embedding_table(),
                   .ids = step.ids,
                   .scale = model().embed_scale,
                   .out_stride = module.embed_norm ? width() : 2 * width()});

@@ -49,7 +49,7 @@ class EagleHead : public HeadDrafter {
     return run_module(ctx, 0, step, aux_hidden);
   }
   Tensor head(const Context& ctx, const Tensor& hidden) override {
-    return head_.forward(ctx, hidden);
+    return parts_.output().forward(ctx, hidden);
   }
   int num_modules() const { return static_cast<int>(modules_.size()); }
   // `forward` of one module.
@@ -57,7 +57,7 @@ class EagleHead : public HeadDrafter {
 
  private:
   struct NormedLayer {
-    Layer blocks;
+    HeadParts::Layer blocks;
     RmsNorm* attention_norm;  // may be null
     RmsNorm* mlp_norm;
   };

@@ -19,15 +19,15 @@ class Eagle3Drafter : public HeadDrafter {
  public:
   Eagle3Drafter(const DrafterSpec& spec, const ModelSpec& target)
       : HeadDrafter(spec, target, "EAGLE-3"),
-        fc_(add_fc(spec_.scope + "fc", num_inputs(spec, target))),
+        fc_(parts_.add_linear(spec_.scope + "fc", num_inputs(spec, target))),
         target_layers_(spec.options.integers("target_layers")),
         norm_output_(spec.options.flag("norm_output", false)),
         norm_residual_(spec.options.flag("norm_before_residual", false)),
         layer_(add_layer(spec_.scope + "midlayer.", 2 * model().hidden_size)),
-        embed_norm_(add_norm(spec_.scope + "midlayer.input_layernorm")),
-        hidden_norm_(add_norm(spec_.scope + "midlayer.hidden_norm")),
-        mlp_norm_(add_norm(spec_.scope + "midlayer.post_attention_layernorm")),
-        final_norm_(add_norm(spec_.scope + "norm")) {
+        embed_norm_(parts_.add_norm(spec_.scope + "midlayer.input_layernorm")),
+        hidden_norm_(parts_.add_norm(spec_.scope + "midlayer.hidden_norm")),
+        mlp_norm_(parts_.add_norm(spec_.scope + "midlayer.post_attention_layernorm")),
+        final_norm_(parts_.add_norm(spec_.scope + "norm")) {
     spec_.options.check_known("an EAGLE-3 head",
                               {"window", "topk", "vocab_ids", "own_head", "target_layers",
                                "norm_output", "fc_norm", "norm_before_fc", "norm_before_residual"});
@@ -39,11 +39,11 @@ class Eagle3Drafter : public HeadDrafter {
             target.num_hidden_layers);
     }
     if (spec.options.flag("norm_before_fc", false)) {
-      all_norm_ = add_norm(spec_.scope + "input_norm", num_inputs(spec, target));
+      all_norm_ = parts_.add_norm(spec_.scope + "input_norm", num_inputs(spec, target));
     }
     if (spec.options.flag("fc_norm", false)) {
       for (size_t i = 0; i < target_layers_.size(); ++i) {
-        each_norm_.push_back(add_norm(spec_.scope + "fc_norm." + std::to_string(i)));
+        each_norm_.push_back(parts_.add_norm(spec_.scope + "fc_norm." + std::to_string(i)));
       }
     }
   }
@@ -53,7 +53,7 @@ class Eagle3Drafter : public HeadDrafter {
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     HeadDrafter::plan(plan, states, limits);
     const int64_t element = size_of(model().dtype);
-    num_gathered_ = max_tokens();
+    num_gathered_ = parts_.max_tokens();
     num_recycled_ = int64_t{limits.max_seqs} * topk_;
     gathered_id_ = plan.add_scratch(
         spec_.scope + "gathered", num_gathered_ * num_inputs(spec_, target_) * element, 0, kSample);
@@ -77,15 +77,15 @@ class Eagle3Drafter : public HeadDrafter {
     }
     if (!each_norm_.empty()) rows_ = arena.array<int>(rows_id_);
     alternate_hidden_ = arena.tensor(alternate_id_, dtype, {num_recycled_, width()});
-    pass_.append([&](OpList& ops) { append(ops, hidden_value(ops)); });
+    pass_.append([&](OpList& ops) { append(ops, parts_.hidden_value(ops)); });
     alternate_pass_.append(
         [&](OpList& ops) { append(ops, ops.value("alternate_hidden", alternate_hidden_)); });
   }
 
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     HeadDrafter::finish_loading(ctx, target);
-    pass_.cut(cut_target(ctx));
-    alternate_pass_.cut(cut_target(ctx));
+    pass_.cut(HeadParts::cut_target(ctx));
+    alternate_pass_.cut(HeadParts::cut_target(ctx));
     if (each_norm_.empty()) return;
     std::vector<int> rows;
     for (int layer = 0; layer < num_layers(); ++layer) {
@@ -104,8 +104,8 @@ class Eagle3Drafter : public HeadDrafter {
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& given,
                  Source source) override {
     const int num_tokens = step.tokens.num_tokens;
-    const Tensor normed = this->normed(num_tokens);
-    Tensor hidden = this->hidden(num_tokens);
+    const Tensor normed = parts_.normed(num_tokens);
+    Tensor hidden = parts_.hidden(num_tokens);
     bool alternates = false;
     if (source == Source::kTarget) {
       Tensor x = given.x;
@@ -120,9 +120,10 @@ class Eagle3Drafter : public HeadDrafter {
       if (alternates) hidden = alternate_hidden_.rows(0, num_tokens);
       gather_rows(ctx, {.out = hidden, .x = given.x, .index = given.index});
     }
-    embedding(
-        ctx,
-        {.out = normed, .table = embedding_table_, .ids = step.ids, .scale = model().embed_scale});
+    embedding(ctx, {.out = normed,
+                    .table = parts_.embedding_table(),
+                    .ids = step.ids,
+                    .scale = model().embed_scale});
     embed_norm_->forward(ctx, left(num_tokens), normed, 2 * width());
     if (norm_residual_) {
       hidden_norm_->forward(ctx, hidden, hidden);
@@ -137,15 +138,15 @@ class Eagle3Drafter : public HeadDrafter {
   }
 
   Tensor head(const Context& ctx, const Tensor& hidden) override {
-    if (norm_output_) return head_.forward(ctx, hidden);
-    const Tensor normed = this->normed(static_cast<int>(hidden.size(0)));
+    if (norm_output_) return parts_.output().forward(ctx, hidden);
+    const Tensor normed = parts_.normed(static_cast<int>(hidden.size(0)));
     final_norm_->forward(ctx, normed, hidden);
-    return head_.forward(ctx, normed);
+    return parts_.output().forward(ctx, normed);
   }
 
  private:
   void append(OpList& ops, const Value& hidden) const {
-    const Value normed = normed_value(ops);
+    const Value normed = parts_.normed_value(ops);
     layer_.attention->append(ops, hidden, both_value(ops));
     mlp_norm_->append(ops, normed, hidden);
     layer_.mlp->append(ops, hidden, normed);
@@ -182,7 +183,7 @@ class Eagle3Drafter : public HeadDrafter {
   const std::vector<int> target_layers_;
   const bool norm_output_;    // EAGLE-3.1: the recycled state is normed
   const bool norm_residual_;  // the residual stream is normed
-  Layer layer_;
+  HeadParts::Layer layer_;
   RmsNorm *embed_norm_, *hidden_norm_, *mlp_norm_, *final_norm_;
   RmsNorm* all_norm_ = nullptr;        // of fc's whole input; may be null
   std::vector<RmsNorm*> each_norm_{};  // of each auxiliary hidden state; may be empty
