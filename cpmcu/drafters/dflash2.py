@@ -2,8 +2,8 @@
 
 | tensor | shape |
 |---|---|
-| `layers.i.{attention_conv,mlp_conv}.base_kernel` | [2, taps, H] |
-| `layers.i.{attention_conv,mlp_conv}.kernel_projection.weight` | [2 taps H / group, H] |
+| `layers.i.{attention_conv,mlp_conv}.base_kernel` | [2, width, H] |
+| `layers.i.{attention_conv,mlp_conv}.kernel_projection.weight` | [2 width H / group, H] |
 | `candidate_selector.{predecessor,successor}_codebook` | [V, r] |
 | `candidate_selector.hidden_projection.weight` | [r, H] |
 """
@@ -37,7 +37,7 @@ class DFlash2:
         head = BlockHead(
             options={
                 "rank": reader.positive_int("selector_rank", default=256),
-                "conv_taps": reader.positive_int("conv_kernel_size", default=2),
+                "conv_width": reader.positive_int("conv_kernel_size", default=2),
                 "conv_group": reader.positive_int("conv_group_size", default=16),
             },
             from_anchor=reader.flag("sample_from_anchor"),

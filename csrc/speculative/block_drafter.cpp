@@ -22,7 +22,7 @@ BlockDrafter::BlockDrafter(const DrafterSpec& spec, const ModelSpec& target,
       causal_layers_(spec.options.integers("causal_layers")),
       predicts_from_(spec.options.integer("predicts_from", 1)),
       mask_id_(spec.options.integer("mask_id", 0)),
-      conv_taps_(spec.options.integer("conv_taps", 0)),
+      conv_width_(spec.options.integer("conv_width", 0)),
       conv_group_(spec.options.integer("conv_group", 16)),
       has_mask_embedding_(spec.options.flag("mask_embedding", false)) {
   check_options(kind, own);
@@ -39,9 +39,9 @@ void BlockDrafter::check_options(const std::string& kind,
   for (const auto& [name, value] : spec_.options.values()) {
     if (std::ranges::find(own, name) == own.end()) common.set(name, value);
   }
-  common.check_known("a " + kind + " draft",
-                     {"target_layers", "block_size", "predicts_from", "mask_id", "mask_embedding",
-                      "causal_layers", "topk", "vocab_ids", "own_head", "conv_taps", "conv_group"});
+  common.check_known("a " + kind + " draft", {"target_layers", "block_size", "predicts_from",
+                                              "mask_id", "mask_embedding", "causal_layers", "topk",
+                                              "vocab_ids", "own_head", "conv_width", "conv_group"});
   CHECK(topk_ >= 1 && topk_ <= kMaxTopk, "the draft has {} candidates a position, expected 1 to {}",
         topk_, kMaxTopk);
   CHECK(num_rows_ >= 2 && num_rows_ <= kMaxDraftDepth + 1,
@@ -60,11 +60,12 @@ void BlockDrafter::check_options(const std::string& kind,
   CHECK(has_mask_embedding_ || (mask_id_ >= 0 && mask_id_ < target_.vocab_size),
         "the draft's mask token is {}, the target's vocabulary has {}", mask_id_,
         target_.vocab_size);
-  CHECK(conv_taps_ >= 0 && conv_taps_ <= num_rows_ && conv_group_ >= 1 &&
+  CHECK(conv_width_ >= 0 && conv_width_ <= num_rows_ && conv_group_ >= 1 &&
             model().hidden_size % conv_group_ == 0,
-        "the draft's convolution has {} taps and groups of {}, expected at most {} taps and a "
+        "the draft's convolution has {} weights a channel and groups of {}, expected at most {} "
+        "weights and a "
         "divisor of hidden_size {}",
-        conv_taps_, conv_group_, num_rows_, model().hidden_size);
+        conv_width_, conv_group_, num_rows_, model().hidden_size);
 }
 
 BlockDrafter::Layer BlockDrafter::make_layer(int index) {
@@ -136,7 +137,7 @@ void BlockDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits&
   for (Layer& layer : layers_) {
     for (Conv* conv : {&layer.attention_conv, &layer.mlp_conv}) {
       conv->base_id = plan.add(conv->name + ".base_kernel", "weights",
-                               int64_t{2} * conv_taps_ * width * element);
+                               int64_t{2} * conv_width_ * width * element);
     }
   }
 }
@@ -184,7 +185,7 @@ void BlockDrafter::bind(const Arena& arena) {
     branch_ = arena.tensor(branch_id_, dtype, {num_block_rows_, width});
     for (Layer& layer : layers_) {
       for (Conv* conv : {&layer.attention_conv, &layer.mlp_conv}) {
-        conv->base = arena.tensor(conv->base_id, dtype, {int64_t{2} * conv_taps_, width});
+        conv->base = arena.tensor(conv->base_id, dtype, {int64_t{2} * conv_width_, width});
       }
     }
   }
@@ -217,7 +218,7 @@ void BlockDrafter::list_tensors(WeightTable& table) {
   if (!has_conv()) return;
   for (const Layer& layer : layers_) {
     for (const Conv* conv : {&layer.attention_conv, &layer.mlp_conv}) {
-      table.add(conv->name + ".base_kernel", conv->base.view({2, conv_taps_, parts_.width()}));
+      table.add(conv->name + ".base_kernel", conv->base.view({2, conv_width_, parts_.width()}));
     }
   }
 }
@@ -264,7 +265,7 @@ void BlockDrafter::append_block(const Conv& conv, const Block& block, const RmsN
 void BlockDrafter::append_conv(const Conv& conv, int side, const Value& out, const Value& x,
                                OpList& ops) const {
   const Value delta = ops.value("conv_delta", delta_);
-  const Tensor base = conv.base.rows(int64_t{side} * conv_taps_, conv_taps_);
+  const Tensor base = conv.base.rows(int64_t{side} * conv_width_, conv_width_);
   std::vector<Value> reads{x, delta};
   if (side == 1) reads.push_back(out);
   ops.call(

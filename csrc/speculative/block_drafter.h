@@ -56,7 +56,7 @@ class BlockDrafter : public Drafter {
   //   causal_layers       layers in which a row sees no later rows of its block
   //   topk                candidates of a position, K
   //   vocab_ids, own_head as in DraftHead
-  //   conv_taps, conv_group  a convolution around each block of a layer; 0: none
+  //   conv_width, conv_group  a convolution around each block of a layer; 0: none
   BlockDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
                const std::vector<std::string>& own = {});
 
@@ -106,9 +106,9 @@ class BlockDrafter : public Drafter {
   // A convolution around a block of a layer: both sides have weights from one projection.
   struct Conv {
     std::string name;
-    LinearMethod* projection;  // [2 taps H / group, H]
+    LinearMethod* projection;  // [2 width H / group, H]
     MemoryPlan::Id base_id = 0;
-    Tensor base{};  // [2 taps, H]
+    Tensor base{};  // [2 width, H]
   };
   struct Layer {
     HeadParts::Layer blocks;
@@ -123,7 +123,7 @@ class BlockDrafter : public Drafter {
   };
 
   int most_nodes(int depth) const;
-  bool has_conv() const { return conv_taps_ > 0; }
+  bool has_conv() const { return conv_width_ > 0; }
   Layer make_layer(int index);
   Conv make_conv(const std::string& name);
   void layout(Carver& carver);
@@ -132,7 +132,7 @@ class BlockDrafter : public Drafter {
     return static_cast<int64_t>(target_layers_.size()) * target_.hidden_size;
   }
   // Columns of `delta_` that one side of a convolution reads.
-  int delta_columns() const { return conv_taps_ * model().hidden_size / conv_group_; }
+  int delta_columns() const { return conv_width_ * model().hidden_size / conv_group_; }
   void append_segments();
   void append(const Layer& layer, OpList& ops) const;
   void append_block(const Conv& conv, const Block& block, const RmsNorm& norm, OpList& ops) const;
@@ -145,7 +145,7 @@ class BlockDrafter : public Drafter {
   Tensor run_block(const Context& ctx, const DraftBatch& batch);
 
   const std::vector<int> target_layers_, causal_layers_;
-  const int predicts_from_, mask_id_, conv_taps_, conv_group_;
+  const int predicts_from_, mask_id_, conv_width_, conv_group_;
   const bool has_mask_embedding_;
   LinearMethod* fc_;
   RmsNorm *context_norm_, *final_norm_;
@@ -171,7 +171,7 @@ class BlockDrafter : public Drafter {
   Tensor gathered_;        // [max_seqs * max_path, m H] hidden states of the accepted tokens
   Tensor mask_embedding_;  // [1, H]
   Tensor predicted_;       // [max_seqs D, H]
-  Tensor delta_, mixed_, branch_;  // of the convolutions: [T, 2 taps H / group], [T, H], [T, H]
+  Tensor delta_, mixed_, branch_;  // of the convolutions: [T, 2 width H / group], [T, H], [T, H]
 };
 
 // Two codebooks that score pairs of candidates, and the arrays of the scores (pair_scores).
