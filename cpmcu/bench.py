@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
-from cpmcu.benchmarks.drafters import drafters_table, run_drafters
+from cpmcu.benchmarks.drafters import drafters_table, run_drafters, shifted
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
@@ -82,6 +82,12 @@ class BenchOptions:
         "and prompts that do not; --decode is the tokens of a request",
         brief="compare all drafters instead",
     )
+    tap_shift: bool = option(
+        False,
+        "compare the accept lengths of a block draft that reads the hidden states of the target's "
+        "layers -1, 0 and +1 from those of its files",
+        brief="",
+    )
     json: bool = option(
         False, "print JSON instead of a table", brief="print JSON instead of a table"
     )
@@ -107,12 +113,10 @@ class BenchOptions:
     needle_texts: int = option(2, "texts of each length for --needle")
 
     def __post_init__(self) -> None:
-        if self.drafters and self.plot is not None:
-            raise ValueError("--drafters and --plot are both given, expected one of them")
-        if self.drafters and self.needle:
-            raise ValueError("--drafters and --needle are both given, expected one of them")
-        if self.needle and self.plot is not None:
-            raise ValueError("--plot is given with --needle, expected one of them")
+        kinds = ("drafters", "tap_shift", "needle", "plot")  # each is a benchmark of its own
+        given = [f"--{name.replace('_', '-')}" for name in kinds if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given, expected one of them")
         for name in ("decode", "needle_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -157,6 +161,8 @@ def run(config: EngineConfig, options: BenchOptions, progress: BenchProgress) ->
     }
     if options.drafters:
         return result | run_drafters(config, options.decode, progress)
+    if options.tap_shift:
+        return result | run_drafters(config, options.decode, progress, shifted(config))
     progress.note("measuring the device's bandwidth")
     ceilings = C.ceilings(device, config.device_index)
     result |= {

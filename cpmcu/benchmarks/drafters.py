@@ -29,6 +29,7 @@ REPEATS = 3
 NUM_STEPS = 3  # tokens that a network drafts
 LOOKED_UP = 5  # tokens of a path with n-gram look-up, or of the hierarchy
 PLAIN = "none"
+SHIFTS = (-1, 0, 1)  # of the layers that a block draft reads
 
 _CHAIN = {"num_speculative_tokens": NUM_STEPS}
 _FILLED = {
@@ -162,24 +163,55 @@ def _ships(target: Path, options: Mapping[str, Any]) -> bool:
     return method == "ngram" or shipped_draft(target, method) is not None
 
 
-def run_drafters(config: EngineConfig, tokens: int, progress: BenchProgress) -> dict[str, Any]:
-    """Measures all available rows with `tokens` tokens of each request. Returns a JSON object."""
+def shifted(config: EngineConfig) -> dict[str, SpeculativeConfig]:
+    """Rows of `bench --tap-shift`: the named block draft, reading other layers of the target.
+
+    Raises ValueError if no draft is named.
+    """
+    speculation = config.speculation
+    if speculation.draft_model_path is None:
+        raise ValueError("--tap-shift is given without --draft-model-path, expected a block draft")
+    return {PLAIN: SpeculativeConfig(no_speculation=True)} | {
+        f"layers {shift:+d}": speculation.but(spec_layer_shift=shift) for shift in SHIFTS
+    }
+
+
+def run_drafters(
+    config: EngineConfig,
+    tokens: int,
+    progress: BenchProgress,
+    found: Mapping[str, SpeculativeConfig] | None = None,
+) -> dict[str, Any]:
+    """Measures rows with `tokens` tokens of each request. Returns a JSON object.
+
+    `found`: row -> speculative configuration; None: what is available for the target. A draft
+    that cannot read shifted layers is left out, with a note.
+    """
     from cpmcu.llm import LLM
 
     rows: list[DrafterRow] = []
     plain: dict[str, list[list[int]]] = {}
     described: dict[str, Any] = {}
-    found_drafters = available(config)
-    for i, (name, options) in enumerate(found_drafters.items(), 1):
-        progress.note(f"{name}, {i} of {len(found_drafters)}")
-        speculation = SpeculativeConfig.from_mapping(options)
+    if found is None:
+        found = {
+            name: SpeculativeConfig.from_mapping(row) for name, row in available(config).items()
+        }
+    for i, (name, speculation) in enumerate(found.items(), 1):
+        progress.note(f"{name}, {i} of {len(found)}")
         drafted = dataclasses.replace(config, speculative_config=speculation, prefix_cache=False)
-        with LLM(progress=progress.loading(), **dataclasses.asdict(drafted)) as llm:
+        try:
+            llm = LLM(progress=progress.loading(), **dataclasses.asdict(drafted))
+        except ValueError as error:
+            if not speculation.options.get("spec_layer_shift"):
+                raise
+            progress.note(f"{name} is left out: {error}")
+            continue
+        with llm:
             described = {"model": llm.directory.name, "dtype": llm.spec.dtype}
             for kind, requests in PROMPTS.items():
                 outputs = [_fastest(llm, request, tokens) for request in requests]
-                found = [list(output.token_ids) for output in outputs]
-                if plain.setdefault(kind, found) != found:
+                texts = [list(output.token_ids) for output in outputs]
+                if plain.setdefault(kind, texts) != texts:
                     raise RuntimeError(f"{name}: the tokens differ from those of plain decoding")
                 depth = 0 if llm.draft_spec is None else llm.draft_spec.depth
                 rows.append(_row(name, kind, depth, outputs))

@@ -133,7 +133,7 @@ def plan_block(
         shape=given.block(positions, topk, chooses=speculation.chooses_shapes),
         drafter=head.drafter,
         options={
-            "target_layers": _target_layers(config, target),
+            "target_layers": _target_layers(config, target, given.spec_layer_shift),
             "block_size": rows,
             "predicts_from": 0 if head.from_anchor else 1,
             "causal_layers": _causal_layers(config, fields),
@@ -270,8 +270,11 @@ def _causal_layers(config: Mapping[str, Any], fields: SpecFields) -> list[int]:
     return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
-def _target_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
-    """The target layers whose inputs are read: the input of layer l + 1 is the output of l."""
+def _target_layers(config: Mapping[str, Any], target: TargetModel, more: int) -> list[int]:
+    """The target layers whose inputs are read: the input of layer l + 1 is the output of l.
+
+    `more`: spec_layer_shift.
+    """
     num_layers = target.fields.num_hidden_layers
     key, shift = "target_layer_ids", 1
     if config.get(key) is None and config.get("aux_hidden_state_layer_ids") is not None:
@@ -285,6 +288,12 @@ def _target_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
         last = num_layers in layers
         raise ConfigReader(config).fail(
             key, expected + (" (the output of the last layer cannot be read)" if last else "")
+        )
+    layers = [layer + more for layer in layers]
+    if not all(0 <= layer < num_layers for layer in layers):
+        raise ValueError(
+            f"spec_layer_shift is {more}, but then the draft reads the inputs of layers "
+            f"{shown(layers)}, expected layers of the target, 0 to {num_layers - 1}"
         )
     return layers
 

@@ -7,6 +7,7 @@ import dataclasses
 from cpmcu.drafters.options import register_options
 from cpmcu.drafters.options.networks import FrSpecOptions
 from cpmcu.drafters.options.trees import MAX_TREE_SIZE, TreeShape
+from cpmcu.options import option
 
 FIXED_TREE = 16  # nodes if the shape is fixed
 CHOSEN_TREE = 32  # nodes of the largest shape if each step chooses
@@ -19,6 +20,15 @@ class BlockOptions(FrSpecOptions):
     `spec_num_iter` is at most the number of tokens that a block predicts. `spec_topk_per_iter` is
     the number of candidates of a position; 1 asks for a chain.
     """
+
+    spec_layer_shift: int = option(
+        0,
+        "read hidden states of the target this many layers later than the draft's files say; to "
+        "find files whose trainer counted layers otherwise (bench --tap-shift)",
+        least=-1,
+        most=1,
+        brief="",
+    )
 
     def __post_init__(self) -> None:
         depth, size = self.spec_num_iter, self.spec_tree_size
