@@ -348,6 +348,7 @@ void bind_ops(py::module_& m) {
   bind_sparse_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
+  bind_block_ops(ops);
   bind_packed_ops(ops);
   bind_moe_ops(ops);
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/context.h"
 #include "core/device.h"
 #include "core/tensor.h"
 #ifdef CPMCU_WITH_CUDA
@@ -159,6 +160,7 @@ void bind_family_ops(pybind11::module_& ops);     // bind_family_ops.cpp
 void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
 void bind_sparse_ops(pybind11::module_& ops);     // bind_sparse_ops.cpp
 void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
+void bind_block_ops(pybind11::module_& ops);      // bind_block_ops.cpp
 void bind_packed_ops(pybind11::module_& ops);     // bind_packed_ops.cpp
 
 }  // namespace cpmcu

@@ -101,7 +101,11 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
             "says gptq, but no tensor ends in .qweight",
         ),
         ("eagle3", {"extra": {"lm_head.qweight": np.ones((8, 8), np.int32)}}, "to be dense"),
-        ("eagle", {"drop": ("fc.weight",)}, "expected a draft of one of the kinds: dflash, dflash2, dspark, eagle, eagle3"),
+        (
+            "eagle",
+            {"drop": ("fc.weight",)},
+            "expected a draft of one of the kinds: dflash, dflash2, dspark, eagle, eagle3",
+        ),
     ],
 )
 def test_wrong_pairs(

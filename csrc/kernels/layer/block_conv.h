@@ -21,6 +21,30 @@ struct BlockConvParams {
   int num_rows = 0;   // of a block, at least width
   bool adds = false;  // out += y
 };
+
+inline void check_block_conv(const BlockConvParams& p) {
+  const int64_t rows = p.x.size(0), width = p.base.size(0), columns = p.x.size(1);
+  const DType dtype = p.x.dtype();
+  CHECK(
+      p.out.size(0) == rows && p.out.size(1) == columns && p.base.size(1) == columns &&
+          p.delta.size(0) == rows && p.out.dtype() == dtype && p.base.dtype() == dtype &&
+          p.delta.dtype() == dtype,
+      "block_conv: out is {} {}, x {} {}, base {} {} and delta {} {}, expected one dtype, and rows "
+      "and columns of x",
+      name_of(p.out.dtype()), p.out.shape_text(), name_of(dtype), p.x.shape_text(),
+      name_of(p.base.dtype()), p.base.shape_text(), name_of(p.delta.dtype()), p.delta.shape_text());
+  CHECK(
+      p.group >= 1 && columns % p.group == 0 && p.first >= 0 &&
+          p.first + width * (columns / p.group) <= p.delta.size(1),
+      "block_conv: groups of {} from column {} on, expected a divisor of {} and at most {} columns",
+      p.group, p.first, columns, p.delta.size(1));
+  CHECK(
+      width >= 1 && p.num_rows >= width && rows % p.num_rows == 0,
+      "block_conv: {} rows in blocks of {} and {} weights a channel, expected whole blocks and at "
+      "most as many weights as rows of a block",
+      rows, p.num_rows, width);
+  CHECK(p.out.data() != p.x.data(), "block_conv: out is x, expected another buffer");
+}
 REGISTER_OP(block_conv, BlockConvParams)
 
 }  // namespace cpmcu

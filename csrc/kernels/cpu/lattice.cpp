@@ -1,0 +1,212 @@
+// block_rows, pair_scores and lattice_tree (kernels/tree/lattice.h).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "core/half.h"
+#include "kernels/tree/lattice_checks.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// Row `row` of a matrix as float32, or zeros if the row is negative.
+std::vector<float> row_of(const Tensor& matrix, int64_t row) {
+  const int64_t columns = matrix.size(1);
+  std::vector<float> values(static_cast<size_t>(columns));
+  if (row < 0) return values;
+  dispatch_host_dtype(matrix.dtype(), [&](auto t) {
+    const auto* from = matrix.as<decltype(t)>() + row * columns;
+    for (int64_t i = 0; i < columns; ++i) values[static_cast<size_t>(i)] = to_float(from[i]);
+  });
+  return values;
+}
+
+int target_id(const PairScoresParams& p, int candidate) {
+  return candidate >= 0 && p.id_map != nullptr ? p.id_map[candidate] : candidate;
+}
+
+float or_none(float score) { return std::isnan(score) ? kNone : score; }
+
+// The scores of K candidates below one parent: the log-softmax of `logits`, with `rest` beside the
+// candidates, plus `more`.
+void share_out(const std::vector<float>& logits, float rest, float more, float* scores) {
+  float largest = rest > 0 ? std::log(rest) : kNone;
+  for (float logit : logits) largest = std::max(largest, logit);
+  float sum = rest > 0 ? rest * std::exp(-largest) : 0;
+  for (float logit : logits) sum += logit == kNone ? 0 : std::exp(logit - largest);
+  for (size_t b = 0; b < logits.size(); ++b) {
+    scores[b] = logits[b] == kNone ? kNone : logits[b] - largest - std::log(sum) + more;
+  }
+}
+
+// All pairs of the candidates of one position.
+void score_position(const PairScoresParams& p, int seq, int depth) {
+  const int k = p.topk, position = seq * p.depth + depth;
+  const int* candidates = p.candidates + position * k;
+  std::vector<float> logprobs(static_cast<size_t>(k));
+  std::vector<std::vector<float>> successors;
+  float mass = 0;
+  for (int b = 0; b < k; ++b) {
+    const float logprob = candidates[b] < 0 ? kNone : or_none(p.logprobs[position * k + b]);
+    logprobs[static_cast<size_t>(b)] = logprob;
+    mass += std::exp(logprob);
+    successors.push_back(row_of(p.successors, candidates[b]));
+    p.tokens[position * k + b] = target_id(p, candidates[b]);
+  }
+  const float rest = p.keeps_rest ? std::max(1 - mass, 0.0f) : 0;
+  const float more = p.keeps_rest ? 0 : std::log(mass);
+  const std::vector<float> gate =
+      p.gates.empty() ? std::vector<float>() : row_of(p.gates, position);
+  for (int a = 0; a < (depth == 0 ? 1 : k); ++a) {
+    const int parent =
+        depth == 0 ? p.next_tokens[p.seq_slots[seq]] : target_id(p, candidates[a - k]);
+    std::vector<float> logits(logprobs.size(), kNone);
+    if (parent >= 0) {
+      std::vector<float> predecessor = row_of(p.predecessors, parent);
+      for (size_t i = 0; i < gate.size(); ++i) predecessor[i] *= gate[i];
+      for (size_t b = 0; b < logits.size(); ++b) {
+        float dot = 0;
+        for (size_t i = 0; i < predecessor.size(); ++i) dot += predecessor[i] * successors[b][i];
+        logits[b] = logprobs[b] == kNone ? kNone : or_none(logprobs[b] + dot);
+      }
+    }
+    share_out(logits, rest, more, p.pairs + (int64_t{position} * k + a) * k);
+  }
+}
+
+// ---- trees
+
+struct Candidate {
+  int index;
+  float score;
+};
+
+// A node that may be added next.
+struct Entry {
+  float score;         // of its path
+  Candidate own;       // it and its score below its parent
+  float parent_score;  // of the parent's path
+  int depth, parent_candidate;
+  int parent;     // node number
+  bool on_path;   // its parent is on the greedy path
+  bool is_first;  // it is the best below its parent
+};
+
+class Tree {
+ public:
+  Tree(const LatticeTreeParams& p, int seq) : p_(p), lattice_(p.lattice), seq_(seq) {}
+
+  void build() {
+    const int num_tokens = p_.draft.num_tokens;
+    for (int i = 0; i < num_tokens; ++i) write(i, -1, p_.chain ? i : 0, kNone);
+    if (p_.chain) return chain();
+    add(0, 0, 0, 0, true, {});
+    for (int node = 0; node < num_tokens && !frontier_.empty(); ++node) {
+      // Of equal scores the entry that was made first is taken.
+      const auto best = std::ranges::max_element(frontier_, {}, &Entry::score);
+      const Entry entry = *best;
+      frontier_.erase(best);
+      write(node, token(entry.depth, entry.own.index), entry.parent, entry.score);
+      add(entry.depth, entry.parent_candidate, entry.parent, entry.parent_score, entry.on_path,
+          entry.own);
+      add(entry.depth + 1, entry.own.index, node + 1, entry.score, entry.on_path && entry.is_first,
+          {});
+    }
+  }
+
+ private:
+  void chain() {
+    float score = 0;
+    for (int d = 0, parent = 0; d < std::min(p_.depth, p_.draft.num_tokens); ++d) {
+      const std::optional<Candidate> best = best_below(d, parent, {});
+      if (!best) return;
+      score += best->score;
+      parent = best->index;
+      write(d, token(d, parent), d, score);
+    }
+  }
+
+  // The best candidate at `depth` below `parent`, of those that come after `last`.
+  std::optional<Candidate> best_below(int depth, int parent,
+                                      const std::optional<Candidate>& last) const {
+    const int k = lattice_.topk;
+    const int64_t position = int64_t{seq_} * lattice_.depth + depth;
+    const float* scores = lattice_.scores != nullptr ? lattice_.scores + position * k
+                                                     : lattice_.pairs + (position * k + parent) * k;
+    std::optional<Candidate> best;
+    for (int i = 0; i < k; ++i) {
+      const float score = or_none(scores[i]);
+      const bool after = !last || score < last->score || (score == last->score && i > last->index);
+      if (score != kNone && after && (!best || score > best->score)) best = Candidate{i, score};
+    }
+    return best;
+  }
+
+  void add(int depth, int parent_candidate, int parent, float parent_score, bool on_path,
+           const std::optional<Candidate>& last) {
+    if (depth >= p_.depth) return;
+    const std::optional<Candidate> own = best_below(depth, parent_candidate, last);
+    if (!own) return;
+    const float score = parent_score + own->score + (on_path ? 0 : p_.off_path);
+    if (or_none(score) == kNone) return;
+    frontier_.push_back({.score = score,
+                         .own = *own,
+                         .parent_score = parent_score,
+                         .depth = depth,
+                         .parent_candidate = parent_candidate,
+                         .parent = parent,
+                         .on_path = on_path,
+                         .is_first = !last});
+  }
+
+  int token(int depth, int index) const {
+    return lattice_.tokens[(int64_t{seq_} * lattice_.depth + depth) * lattice_.topk + index];
+  }
+  void write(int node, int token, int parent, float score) const {
+    const int at = seq_ * p_.draft.num_tokens + node;
+    p_.draft.tokens[at] = token;
+    p_.draft.parents[at] = parent;
+    p_.draft.scores[at] = score;
+  }
+
+  const LatticeTreeParams& p_;
+  const Lattice& lattice_;
+  const int seq_;
+  std::vector<Entry> frontier_;  // in the order in which the entries were made
+};
+
+}  // namespace
+
+void block_rows(const Context&, const BlockRowsParams& p) {
+  check_block_rows(p);
+  p.seq_token_begin[0] = 0;
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    const int slot = p.seq_slots[seq], first = seq * p.num_rows;
+    for (int j = 0; j < p.num_rows; ++j) {
+      p.ids[first + j] = j == 0 ? p.next_tokens[slot] : p.mask_id;
+      p.positions[first + j] = p.lengths[slot] + j;
+      p.token_seqs[first + j] = seq;
+      p.all_masks[first + j] = ~uint64_t{0} >> (kMaxTreeSize - p.num_rows);
+      if (j > 0) p.mask_rows[first + j - seq - 1] = first + j;
+    }
+    p.seq_token_begin[seq + 1] = first + p.num_rows;
+  }
+}
+
+void pair_scores(const Context&, const PairScoresParams& p) {
+  check_pair_scores(p);
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    for (int depth = 0; depth < p.depth; ++depth) score_position(p, seq, depth);
+  }
+}
+
+void lattice_tree(const Context&, const LatticeTreeParams& p) {
+  check_lattice_tree(p);
+  for (int seq = 0; seq < p.lattice.num_seqs; ++seq) Tree(p, seq).build();
+}
+
+}  // namespace cpmcu::cpu
