@@ -6,6 +6,7 @@ draft = write_draft(tmp_path / "draft", "eagle3", target)
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.reference.tiny_blocks import BLOCKS, block
 from tests.reference.tiny_checkpoints import (
     EXPERTS,
     MINICPM_SCALES,
@@ -193,5 +195,6 @@ KINDS: dict[str, Callable[[TinyCheckpoint, int], tuple[dict[str, Any], Weights]]
     "model": model,
     "itself": itself,
     "noisy": noisy,
+    **{kind: functools.partial(block, kind) for kind in BLOCKS},
 }
 HEADS = tuple(kind for kind in KINDS if "eagle" in kind)

@@ -25,6 +25,10 @@ METHODS = {
     "model": "model",
     "itself": "model",
     "noisy": "model",
+    "dflash": "dflash",
+    "jetspec": "dflash",
+    "dflash2": "dflash2",
+    "dspark": "dspark",
 }
 
 

@@ -1,0 +1,204 @@
+"""The numpy reference of block drafters: its limits are known drafts, its trees are the best."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference.block_draft import Lattice, NumpyBlock, log_softmax
+from tests.reference.numpy_drafts import NumpyTarget
+from tests.reference.tiny_blocks import BLOCKS, write_block
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+
+IDS, ROOT = [7, 3, 9, 1, 30, 22, 5, 8, 41, 6], 17
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    directory = tmp_path_factory.mktemp("target")
+    return write_tiny(directory, "qwen3", vocab_size=60, num_hidden_layers=3)
+
+
+def network(target: TinyCheckpoint, made: TinyCheckpoint) -> tuple[NumpyBlock, Any]:
+    """The network in float64, and the target's hidden states of IDS."""
+    of_target = NumpyTarget(target.fields(), target.weights, np.float64)
+    drafter = NumpyBlock(of_target, made.config, made.weights)
+    return drafter, of_target.states(IDS, drafter.layers)[1]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_sees_context_and_root(kind: str, target: TinyCheckpoint, tmp_path: Path) -> None:
+    drafter, states = network(target, write_block(tmp_path, kind, target))
+    rows = drafter.hidden(states, ROOT)
+    assert rows.shape == (7, 64) and np.isfinite(rows).all()
+    assert np.abs(rows - drafter.hidden(states, ROOT + 1)).max() > 1e-3
+    moved = [state + np.eye(len(state))[:, [4]] for state in states]
+    assert np.abs(rows - drafter.hidden(moved, ROOT)).max() > 1e-3
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_an_identity_convolution_is_dflash(
+    taps: int, target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    made = write_block(tmp_path, "dflash2", target, dflash_config={"conv_kernel_size": taps})
+    drafter, states = network(target, made)
+    assert drafter.weights["layers.0.mlp_conv.base_kernel"].shape[1] == taps
+    convolved = drafter.hidden(states, ROOT)
+    plain, _ = network(target, made)
+    for name in list(plain.weights):
+        if "_conv." in name:
+            del plain.weights[name]
+    expected = plain.hidden(states, ROOT)
+    assert np.abs(convolved - expected).max() > 1e-2
+    for name, array in drafter.weights.items():
+        if "_conv." in name:
+            array[...] = 0
+        if name.endswith("base_kernel"):
+            array[:, 0] = 1
+    assert np.array_equal(drafter.hidden(states, ROOT), expected)
+
+
+def test_pairs_of_zero_are_marginals(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """The scores of DSpark without W2, and of DFlash2 without successors."""
+    zeroed = {"dspark": "markov_head.markov_w2.weight"}
+    zeroed["dflash2"] = "candidate_selector.successor_codebook"
+    for kind, name in zeroed.items():
+        drafter, states = network(target, write_block(tmp_path / kind, kind, target))
+        lattice = drafter.lattice(states, ROOT)
+        drafter.weights[name][...] = 0
+        marginals = log_softmax(drafter.logits(drafter.hidden(states, ROOT)))
+        own = -np.sort(-marginals)[:, : lattice.tokens.shape[1]]
+        zero = drafter.lattice(states, ROOT)
+        assert np.allclose(zero.scores, own[:, None], atol=1e-12, rtol=0)
+        assert zero.chain(7) == [0] * 7 and np.array_equal(zero.tokens, lattice.tokens)
+        assert np.abs(lattice.scores - own[:, None]).max() > 0.1
+
+
+def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """DFlash2's share out the mass of the candidates. DSpark's with all tokens have all mass."""
+    drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))
+    lattice = drafter.lattice(states, ROOT)
+    mass = np.exp(-np.sort(-log_softmax(drafter.logits(drafter.hidden(states, ROOT))))[:, :4])
+    assert np.allclose(np.exp(lattice.scores).sum(-1), mass.sum(-1)[:, None])
+    spark, states = network(target, write_block(tmp_path / "s", "dspark", target))
+    assert np.allclose(np.exp(spark.lattice(states, ROOT, topk=60).scores).sum(-1), 1)
+    assert (np.exp(spark.lattice(states, ROOT, topk=20).scores).sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_later_rows_are_seen_if_not_causal(
+    kind: str, causal: bool, target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    drafter, states = network(target, write_block(tmp_path, kind, target, is_causal=causal))
+    context = drafter.context(states)
+    x = drafter.embedded(ROOT)
+    rows = drafter.block(x, context)
+    x[4, 0] += 0.5
+    moved = np.abs(drafter.block(x, context) - rows).max(-1) > 1e-9
+    assert moved.tolist() == [not causal] * 4 + [True] * (drafter.block_size - 4)
+
+
+def test_a_causal_head_has_causal_layers(target: TinyCheckpoint, tmp_path: Path) -> None:
+    heads = {
+        "jetspec": write_block(tmp_path / "j", "jetspec", target),
+        "dflash": write_block(tmp_path / "d", "dflash", target),
+    }
+    causal = {
+        kind: [network(target, made)[0].is_causal(layer) for layer in range(2)]
+        for kind, made in heads.items()
+    }
+    assert causal == {"jetspec": [True, True], "dflash": [False, True]}  # the sliding layer
+
+
+@pytest.mark.parametrize(("layer", "window"), [(0, 0), (1, 4)])
+def test_the_window_holds_the_newest_tokens(
+    layer: int, window: int, target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    """Row j at position L + j sees positions after L + j - window."""
+    made = write_block(tmp_path, "dflash", target, sliding_window=4, block_size=2)
+    drafter, states = network(target, made)
+    assert drafter.window(layer) == window
+    context = drafter.context(states)
+    x = np.random.default_rng(0).standard_normal((2, 64))
+    rows = drafter._attention(x, layer, context[layer])
+    for token in range(len(IDS)):
+        keys = context[layer][0].copy()
+        keys[token] += 0.1
+        moved = drafter._attention(x, layer, (keys, context[layer][1])) - rows
+        seen = [not window or token > len(IDS) + row - window for row in range(2)]
+        assert (np.abs(moved).max(-1) > 1e-9).tolist() == seen, token
+
+
+def test_which_row_predicts(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """The root's row of DSpark predicts, that of DFlash does not."""
+    drafter, states = network(target, write_block(tmp_path / "d", "dflash", target))
+    rows = drafter.block(drafter.embedded(ROOT), drafter.context(states))
+    assert np.array_equal(drafter.hidden(states, ROOT), rows[1:])
+    made = write_block(tmp_path / "s", "dspark", target, markov_rank=0)
+    assert not any("markov" in name for name in made.weights)
+    drafter, states = network(target, made)
+    rows = drafter.block(drafter.embedded(ROOT), drafter.context(states))
+    assert np.array_equal(drafter.hidden(states, ROOT), rows) and len(rows) == 7
+
+
+def test_context_of_parts_is_that_of_the_whole(target: TinyCheckpoint, tmp_path: Path) -> None:
+    drafter, states = network(target, write_block(tmp_path, "dflash2", target))
+    whole = drafter.context(states)
+    parts = [drafter.context([state[at : at + 3] for state in states], at) for at in range(0, 9, 3)]
+    for layer, (keys, values) in enumerate(whole):
+        for i, array in enumerate((keys, values)):
+            joined = np.concatenate([part[layer][i] for part in parts])
+            assert np.allclose(joined, array[:9], atol=1e-12)
+
+
+@pytest.mark.parametrize("off_path", [0.0, -1.2])
+def test_a_tree_holds_the_best_paths(off_path: float) -> None:
+    """Of all paths, in random lattices: a subset of them is closed under parents by itself."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        depth, topk = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+        num_nodes = int(rng.integers(2, 21))
+        tokens = np.stack([rng.permutation(50)[:topk] for _ in range(depth)])
+        scores = log_softmax(2 * rng.standard_normal((depth, topk, topk)))
+        scores[0] = scores[0, 0]
+        lattice = Lattice(tokens, scores, off_path)
+        paths = [
+            path
+            for length in range(1, depth + 1)
+            for path in itertools.product(range(topk), repeat=length)
+        ]
+        best = sorted(paths, key=lattice.score, reverse=True)[: num_nodes - 1]
+        found = lattice.tree(depth, num_nodes)
+        assert set(found) == set(best) and len(found) == len(best)
+        assert all(path[:-1] in ((), *found[:i]) for i, path in enumerate(found))
+
+
+def test_the_greedy_path_is_not_the_likeliest() -> None:
+    scores = np.log([[[0.6, 0.4]] * 2, [[0.5, 0.5], [0.01, 0.99]]])
+    lattice = Lattice(np.array([[3, 4], [5, 6]]), scores)
+    assert lattice.chain(2) == [0, 0]
+    assert lattice.tree(2, 4) == [(0,), (1,), (1, 1)]
+    assert lattice.draft(2, 3) == [(0,), (0, 0)]
+
+
+def test_a_check_tells_trees_apart() -> None:
+    """Nodes with equal scores may change places, others may not."""
+    scores = np.log([[[0.5, 0.3, 0.2]] * 3, [[0.4, 0.4, 0.2]] * 3])
+    lattice = Lattice(np.array([[3, 4, 5], [6, 7, 8]]), scores)
+    lattice.check([0, 3, 4, 6, 7], [-1, 0, 0, 1, 1], 2)
+    lattice.check([0, 3, 4, 7, 6], [-1, 0, 0, 1, 1], 2)
+    wrong = [
+        ([0, 3, 4, 6, 8], [-1, 0, 0, 1, 1]),  # less likely
+        ([0, 3, 4, 6, 6], [-1, 0, 0, 1, 1]),  # twice the same
+        ([0, 3, 4, 6, 7], [-1, 0, 0, 1, 2]),  # below another parent
+        ([0, 3, 4, 6, 9], [-1, 0, 0, 1, 1]),  # no candidate
+        ([0, 3, 4, 6, -1], [-1, 0, 0, 1, 0]),  # unused
+    ]
+    for tokens, parents in wrong:
+        with pytest.raises(AssertionError):
+            lattice.check(tokens, parents, 2)
