@@ -21,6 +21,7 @@ _STACKS = {
 }
 _STACK_OF = {part: stack for stack, parts in _STACKS.items() for part in parts}
 _LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "out_proj", "down_proj", "lm_head", "fc"}
+_LINEARS |= {"kernel_projection", "hidden_projection"}  # of DFlash2
 
 
 @dataclass(frozen=True, slots=True)
