@@ -48,7 +48,8 @@ def complete(
     if plan.fields is None:
         return plan
     options: dict[str, Any] = dict(plan.options)
-    given, kind = speculation.of(NetworkOptions), options_of(method)
+    kind = options_of(method)
+    given = speculation.of(kind if issubclass(kind, NetworkOptions) else NetworkOptions)
     if not plan.chain:
         options.setdefault("topk", shape.topk)
     if plan.window is not None:
@@ -60,7 +61,7 @@ def complete(
             f"{method}"
         )
     if issubclass(kind, FrSpecOptions):
-        rows = speculation.of(FrSpecOptions)
+        rows = speculation.of(kind)
         head_quant = _head_quant(rows, plan, target)
         if ids := _frspec_ids(rows, method, plan, files, target):
             options["vocab_ids"] = ids
