@@ -52,7 +52,8 @@ _ALIASES = (
     (re.compile(r"\.self_attn\.attention_sink_bias$"), ".self_attn.sinks"),
     (re.compile(r"^(candidate_selector\.\w+_codebook)\.weight$"), r"\1"),
 )
-# Parts of tensor names that other heads over the same network have.
+# Parts of tensor names that other heads over the same network have. Their architectures have the
+# names, too.
 _OTHERS = {
     "xpress_head.": "XPress",
     "lilicorr.": "LiLiCorr",
@@ -155,7 +156,8 @@ def _object(value: object, key: str) -> Mapping[str, Any]:
 
 def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
     """Raises ValueError for a head whose further parts the engine does not have."""
-    found = [kind for part, kind in _OTHERS.items() if has_part(tensors, part)]
+    named = str(config.get("architectures"))
+    found = [kind for part, kind in _OTHERS.items() if has_part(tensors, part) or kind in named]
     if config.get("projector_type") is not None:
         found.append(f"a projector of type {shown(config['projector_type'])}")
     if config.get("attn_output_gate"):
@@ -247,11 +249,11 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
     """The window of each layer in tokens; 0: none."""
     reader = ConfigReader(config)
-    kinds = _kinds(config, num_layers)
-    if kinds is None:
-        kinds = ["sliding_attention" if reader.flag("use_swa") else "full_attention"] * num_layers
+    kinds = _kinds(config, num_layers) or ["full_attention"] * num_layers
     if "sliding_attention" not in kinds:
-        return [0] * num_layers
+        if not reader.flag("use_swa"):
+            return [0] * num_layers
+        kinds = ["sliding_attention"] * num_layers
     of_swa = config.get("swa_window_size") is not None
     window = reader.positive_int("swa_window_size" if of_swa else "sliding_window")
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
