@@ -26,13 +26,13 @@ from tests.reference.tiny_w4 import quantise, write_w4
 
 extension_or_skip()
 
-VOCAB = 11  # so few tokens that random weights often draft the right one
+VOCAB = 7  # so few tokens that random weights often draft the right one
 MASK = 5
 HIDDEN, HEAD_DIM = 64, 16
 LENGTHS = (1, 2, 63, 64, 65, 130)
 CHUNKS = (1, 7, 64)
 
-TREE = {"spec_num_iter": 4, "spec_tree_size": 14}
+TREE = {"spec_num_iter": 4, "spec_tree_size": 20}
 CHAIN = {"spec_num_iter": 4, "spec_topk_per_iter": 1}
 
 
@@ -47,6 +47,7 @@ class Case:
     kind: str
     overrides: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
     rename: dict[str, str] = field(default_factory=dict)
     family: str = "qwen3"
     target: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +73,7 @@ def speculators(**keys: Any) -> dict[str, Any]:
 
 
 SINKS = {f"layers.{i}.self_attn.attention_sink_bias": tensor(4, seed=i) for i in range(2)}
-REDUCED = {"draft_vocab_size": 8, "enable_confidence_head": False}
+REDUCED = {"draft_vocab_size": 5, "enable_confidence_head": False}
 CASES = {
     "DFlash": Case("dflash"),
     "DFlash, all layers causal": Case("dflash", {"is_causal": True}),
@@ -141,27 +142,25 @@ CASES = {
 }
 
 
+def write(directory: Path, case: Case) -> tuple[TinyCheckpoint, TinyCheckpoint]:
+    """The target and the draft."""
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 3, **case.target}
+    target = write_tiny(directory / "target", case.family, seed=3, **sizes)
+    tensors = {"extra": case.extra, "drop": case.drop, "rename": case.rename}
+    return target, write_block(directory / "draft", case.kind, target, **tensors, **case.overrides)
+
+
 class Pair:
     """An engine on the CPU, and the numpy network that says what it drafts."""
 
     def __init__(
         self, directory: Path, case: Case, speculation: dict[str, Any], **config: Any
     ) -> None:
-        sizes = {"vocab_size": VOCAB, "num_hidden_layers": 3, **case.target}
-        self.target = write_tiny(directory / "target", case.family, seed=3, **sizes)
-        self.draft = write_block(
-            directory / "draft",
-            case.kind,
-            self.target,
-            extra=case.extra,
-            rename=case.rename,
-            **case.overrides,
-        )
+        self.target, self.draft = write(directory, case)
         of_target = NumpyTarget(self.target.fields(), self.target.weights, np.float64)
         self.network = NumpyBlock(of_target, self.draft.config, self.draft.weights)
         self.shape = speculation["spec_num_iter"]
         self.engine = load(self.target, self.draft.directory, speculation, **config)
-        self.tokens: list[int] = []  # of the last sequence
 
     def start(self, ids: Sequence[int], chunk: int = 0, **fields: Any) -> Sequenced:
         slot, first = Drive(self.engine).start(list(ids), chunk, max_tokens=400, **fields)
@@ -250,7 +249,7 @@ def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> Non
         sampling = list(SAMPLINGS.values())[i % 2]
         each = pair.run(text_of(length), 10, CHUNKS[i % 3], shapes=shapes, **sampling)
         seen |= set(each.emitted)
-    assert {1, 2, 3} <= seen
+    assert {1, 2} <= seen
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -274,9 +273,8 @@ def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_number_of_candidates_is_an_option(kind: str, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, CASES[{"dflash": "DFlash", "dspark": "DSpark"}[kind]], {**TREE} | {
-        "spec_topk_per_iter": 2
-    })
+    shape = {"spec_num_iter": 4, "spec_topk_per_iter": 2, "spec_tree_size": 20, "method": kind}
+    pair = Pair(tmp_path, Case(kind), shape)
     for length in (2, 65):
         pair.run(text_of(length), 8, topk=2)
     chain = Pair(tmp_path / "chain", CASES["DSpark"], CHAIN)
@@ -355,9 +353,10 @@ def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -
     made = write_block(tmp_path / "d", kind, target)
     weights = quantise(made.weights)
     assert {"fc", "layers.1.self_attn.k_proj"} <= weights.linears.keys()
+    quant = {"ignore": ["lm_head", "re:.*_projection$"]}  # those of DFlash2
     runs = []
-    for layout in ("dense", "gptq"):
-        draft = write_w4(tmp_path / layout, made.config, weights, layout, dtype="float32")
+    for layout in ("dense", "compressed"):
+        draft = write_w4(tmp_path / layout, made.config, weights, layout, quant=quant)
         engine = load(target, draft, {**TREE, "draft_head_quant": "none"})
         slot, first = Drive(engine).start(text_of(70), max_tokens=100)
         text, drafts = [first], []
@@ -380,7 +379,6 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
 # ---- refusals
 
 NO_IDS = {"dflash_config": {"target_layer_ids": None}}
-FLAT = {"markov_head_type": "gated"}
 REFUSED: dict[str, tuple[Case, str]] = {
     "no layers": (Case("dflash", NO_IDS), "target_layer_ids is missing"),
     "no layers of DSpark": (
@@ -421,7 +419,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dflash", extra={"aux_hidden_norms.0.weight": tensor(HIDDEN, seed=1)}),
         "Laguna",
     ),
-    "a gated Markov head": (Case("dspark", FLAT), "markov_head_type is 'gated'"),
+    "a gated Markov head": (
+        Case("dspark", {"markov_head_type": "gated"}),
+        "markov_head_type is 'gated'",
+    ),
     "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
     "another embedding": (
         Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
@@ -436,15 +437,16 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dflash", {"num_target_layers": 4}),
         "num_target_layers is 4, expected 3",
     ),
-    "another vocabulary": (Case("dflash", {"vocab_size": 12}), "vocab_size is 12, expected 11"),
+    "another vocabulary": (Case("dflash", {"vocab_size": 8}), "vocab_size is 8, expected 7"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
+    target, draft = write(tmp_path, case)
     with pytest.raises(ValueError, match=message) as error:
-        Pair(tmp_path, case, TREE)
+        load(target, draft.directory, TREE)
     assert "\n" not in str(error.value)
 
 
@@ -461,10 +463,9 @@ DROPPED = {
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    target = write_tiny(tmp_path / "t", "qwen3", vocab_size=VOCAB, num_hidden_layers=3)
-    draft = write_block(tmp_path / "d", DROPPED[name], target, drop=(name,))
+    target, draft = write(tmp_path, Case(DROPPED[name], drop=(name,)))
     with pytest.raises(ValueError, match=name.replace(".weight", "")) as error:
-        load(target, draft.directory, TREE)
+        load(target, draft.directory, {**TREE, "method": DROPPED[name]})
     assert "\n" not in str(error.value)
 
 
@@ -477,7 +478,6 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_shapes(given: dict[str, int], message: str, tmp_path: Path) -> None:
-    target = write_tiny(tmp_path / "t", "qwen3", vocab_size=60, num_hidden_layers=3)
-    draft = write_block(tmp_path / "d", "dflash", target)
+    target, draft = write(tmp_path, Case("dflash", target={"vocab_size": 60}))
     with pytest.raises(ValueError, match=message):
-        load(target, draft.directory, given)
+        load(target, draft.directory, {"method": "dflash", **given})

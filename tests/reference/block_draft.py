@@ -83,10 +83,11 @@ class NumpyBlock:
         for key in ("is_causal", "causal", "causal_head"):
             if self.config.get(key) is not None:
                 return bool(self.config[key])
-        if "transformer_layer_config" in self.config:
-            if self.config.get("sliding_window_non_causal", True):
-                return False
-        return self.window(layer) > 0
+        of_speculators = "transformer_layer_config" in self.config
+        if of_speculators and self.config.get("sliding_window_non_causal", True):
+            return False
+        kinds = self.config.get("layer_types")  # use_swa alone makes no layer causal
+        return kinds is not None and kinds[layer] == "sliding_attention"
 
     @property
     def _num_layers(self) -> int:
@@ -140,7 +141,10 @@ class NumpyBlock:
         return self._norm(x, "norm")
 
     def hidden(self, states: Sequence[Array], root: int) -> Array:
-        """Hidden states [D, H] of the rows that predict; `states`: of the tokens before the root."""
+        """Hidden states [D, H] of the rows that predict.
+
+        `states`: those of the target's layers [T, H], of the tokens before the root.
+        """
         rows = self.block(self.embedded(root), self.context(states))
         return rows[self.block_size - self.depth :]
 
