@@ -117,9 +117,9 @@ def plan_block(
     if not 2 <= rows <= MAX_DRAFT_DEPTH + 1 or positions > MAX_DRAFT_DEPTH:
         raise reader.fail("block_size", f"2 to {MAX_DRAFT_DEPTH + (not head.from_anchor)}")
     given = speculation.of(BlockOptions)
-    topk = _candidates(given, head)
-    fields = _fields(replace(draft, config=config), target, tensors, rows)
     vocab_ids = draft_vocab_ids(draft, named["d2t"], target) if "d2t" in named else []
+    topk = _candidates(given, head, len(vocab_ids) or target.fields.vocab_size)
+    fields = _fields(replace(draft, config=config), target, tensors, rows)
     if not vocab_ids:
         check_vocabulary(draft, target)
     own_head, ignored = _tables(draft, target, named, vocab_ids)
@@ -177,10 +177,11 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
         raise reader.fail("attention_value_scale", "1, the only scale of values that is supported")
 
 
-def _candidates(given: BlockOptions, head: BlockHead) -> int:
+def _candidates(given: BlockOptions, head: BlockHead, drafted: int) -> int:
+    """`drafted`: tokens of the draft's vocabulary."""
     asked = given.spec_topk_per_iter
     if asked in (None, 1):
-        return head.topk
+        return head.topk if head.fixed_topk else min(head.topk, drafted)
     if head.fixed_topk and asked != head.topk:
         raise ValueError(
             f"spec_topk_per_iter is {asked}, expected {head.topk}, the candidates that this draft "
