@@ -47,6 +47,10 @@ class DSpark:
                 f"config.json: markov_head_type is {shown(kind)}, expected 'vanilla', the only "
                 "Markov head that is supported"
             )
+        if rank and config.get("final_logit_softcapping"):
+            raise reader.fail(
+                "final_logit_softcapping", "none of a Markov head, which adds to logits before it"
+            )
         of_speculators = "transformer_layer_config" in config
         confidence = "the engine measures how many tokens are accepted"
         head = BlockHead(
