@@ -71,7 +71,7 @@ W4_DRAFTS = {
 
 FILL = "_filled"  # suffix of a kind whose drafts the context fills
 
-DRAFTS = [*KINDS, "ngram", *W4_DRAFTS, "minicpm_eagle_filled", "model_filled"]
+DRAFTS = [*KINDS, "ngram", *W4_DRAFTS, "minicpm_eagle_filled", "model_filled", "dspark_filled"]
 
 SOME_DRAFTS = DRAFTS
 

@@ -62,7 +62,7 @@ def speculators(**keys: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": HEAD_DIM,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": 0.01,
         "rope_theta": 20000.0,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 20,
@@ -102,6 +102,12 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
         },
     ),
+    "DFlash, rope_parameters before rope_theta": Case(
+        "dflash", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
+    ),
+    "DFlash, RoPE of the target scaled": Case(
+        "dflash", target={"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, family="llama"
+    ),
     "DFlash, scaled RoPE": Case(
         "dflash", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, family="llama"
     ),
@@ -123,6 +129,15 @@ CASES = {
         },
     ),
     "DFlash of speculators": Case("dflash", speculators(dflash_config=None)),
+    "DFlash of speculators, reduced vocabulary": Case(
+        "dflash", speculators(dflash_config=None, draft_vocab_size=5)
+    ),
+    "DFlash of speculators, the root's row predicts": Case(
+        "dflash", speculators(dflash_config=None, sample_from_anchor=True)
+    ),
+    "DFlash of speculators, causal windows": Case(
+        "dflash", speculators(dflash_config=None, sliding_window_non_causal=False)
+    ),
     "JetSpec": Case("jetspec"),
     "DFlash2": Case("dflash2"),
     "DFlash2, three taps": Case(
@@ -136,6 +151,17 @@ CASES = {
     "DSpark, reduced vocabulary": Case("dspark", REDUCED),
     "DSpark of rank 0": Case("dspark", {"markov_rank": 0, "enable_confidence_head": False}),
     "DSpark of speculators": Case("dspark", speculators(**REDUCED)),
+    "DSpark of speculators, the root's row predicts": Case(
+        "dspark", speculators(sample_from_anchor=True)
+    ),
+    "DSpark, keys in dspark_config": Case(
+        "dspark",
+        {
+            "target_layer_ids": None,
+            "mask_token_id": 1,
+            "dspark_config": {"target_layer_ids": [1, 0], "mask_token_id": MASK},
+        },
+    ),
     "DSpark, names with model.": Case(
         "dspark", rename={name: "model." + name for name in ("layers.", "fc.", "hidden_norm.")}
     ),
@@ -282,6 +308,32 @@ def test_the_number_of_candidates_is_an_option(kind: str, tmp_path: Path) -> Non
     assert all(parents == [-1, 0, 1, 2, 3] for _, _, parents, _ in each.drafts)
 
 
+def test_keys_of_vllm_ask_for_a_chain(tmp_path: Path) -> None:
+    target, draft = write(tmp_path, Case("jetspec"))
+    keys = {"method": "jetspec", "model": str(draft.directory), "num_speculative_tokens": 5}
+    speculation = SpeculativeConfig.from_mapping(keys)
+    drive = Drive(load(target, None, {}, speculative_config=speculation))
+    slot, _ = drive.start(text_of(20), max_tokens=9)
+    assert drive.engine.reserve(slot, 40)
+    ((tokens, parents),) = drive.engine.begin_masked([slot])
+    assert parents == [-1, 0, 1, 2, 3, 4] and -1 not in tokens
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_fr_spec_drafts_frequent_tokens(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "frequent.npy"
+    np.save(path, np.arange(2, 100, 2))
+    case = Case(kind, target={"vocab_size": 100})
+    pair = Pair(tmp_path, case, {**TREE, "frspec_path": str(path), "draft_head_quant": "none"})
+    ids = np.arange(2, 100, 2).tolist()
+    weights = pair.draft.weights
+    copies = {name: w for name, w in weights.items() if name != "lm_head.weight"}
+    pair.network = NumpyBlock(pair.network.target, pair.draft.config, copies, ids)
+    for length in (2, 65):
+        each = pair.run(text_of(length, 100), 6, shapes=[None, (4, 5)])
+        assert all(token % 2 == 0 for _, tokens, *_ in each.drafts for token in tokens[1:])
+
+
 @pytest.mark.parametrize("chunk", [1, 19, 20, 21, 60])
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
 def test_prompts_far_beyond_the_window(kind: str, chunk: int, tmp_path: Path) -> None:
@@ -423,6 +475,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dspark", {"markov_head_type": "gated"}),
         "markov_head_type is 'gated'",
     ),
+    "a Markov head before a soft cap": (
+        Case("dspark", {"final_logit_softcapping": 30.0}),
+        "final_logit_softcapping is 30.0",
+    ),
     "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
     "another embedding": (
         Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
@@ -436,6 +492,42 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "another number of layers": (
         Case("dflash", {"num_target_layers": 4}),
         "num_target_layers is 4, expected 3",
+    ),
+    "a window smaller than a block": (
+        Case("dflash", {"sliding_window": 7}),
+        "window of 7 is smaller than block_size 8",
+    ),
+    "a large block": (Case("dflash", {"block_size": 18}), "block_size is 18, expected 2 to 17"),
+    "a large block of DSpark": (Case("dspark", {"block_size": 17}), "block_size is 17"),
+    "scaled values": (Case("dflash", {"attention_value_scale": 2.0}), "attention_value_scale is 2"),
+    "interleaved RoPE": (Case("dflash", {"is_neox_style": False}), "is_neox_style is [Ff]alse"),
+    "another rank": (
+        Case("dspark", extra={"markov_head.markov_w1.weight": tensor(VOCAB, 8, seed=4)}),
+        "markov_rank is 16, expected 8",
+    ),
+    "a convolution longer than a block": (
+        Case("dflash2", {"dflash_config": {"conv_kernel_size": 9}}),
+        "9 weights a channel",
+    ),
+    "groups that divide no row": (
+        Case("dflash2", {"dflash_config": {"conv_group_size": 24}}, drop=("fc.weight",)),
+        "groups of 24",
+    ),
+    "too many candidates": (
+        Case("dflash2", {"dflash_config": {"selector_top_k": 40}}),
+        "selector_top_k is 40",
+    ),
+    "more candidates than tokens": (
+        Case("dflash2", {"dflash_config": {"selector_top_k": 8}}),
+        "8",
+    ),
+    "d2t without a head": (
+        Case("dspark", REDUCED, drop=("lm_head.weight",)),
+        "d2t is present, expected lm_head.weight",
+    ),
+    "another target's width": (
+        Case("dflash", {"target_hidden_size": 128}),
+        "target_hidden_size is 128, expected 64",
     ),
     "another vocabulary": (Case("dflash", {"vocab_size": 8}), "vocab_size is 8, expected 7"),
 }

@@ -28,7 +28,8 @@ extension_or_skip()
 
 @pytest.mark.parametrize("quant", ["w4"] if SMALL else ["none", "w8", "w4"])
 @pytest.mark.parametrize(
-    "kind", ["eagle"] if SMALL else ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4"]
+    "kind",
+    ["eagle"] if SMALL else ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4", "dspark"],
 )
 def test_frspec(models: Models, kind: str, quant: str) -> None:
     import numpy as np
@@ -45,11 +46,12 @@ def test_frspec(models: Models, kind: str, quant: str) -> None:
 
 
 @pytest.mark.parametrize("quant", ["w8"] if SMALL else ["w8", "w4"])
-@pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3", "dflash2"])
 def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
     """The quantised head is the target's, or the draft's own."""
     draft = str(models.draft(kind, "llama"))
-    speculation = {"draft_model_path": draft, "draft_head_quant": quant, **TREES["narrow"]}
+    shape = TREES["chain" if kind == "dflash2" else "narrow"]
+    speculation = {"draft_model_path": draft, "draft_head_quant": quant, **shape}
     drive = Drive(models.engine("llama", speculation))
     for i, ids in enumerate(PROMPTS[:4]):
         fields = list(SAMPLINGS.values())[i]

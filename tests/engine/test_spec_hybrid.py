@@ -25,7 +25,7 @@ from tests.reference.tiny_drafts import write_draft
 
 extension_or_skip()
 
-KINDS = ["mtp", "mtp_filled", "ngram", "model"]
+KINDS = ["mtp", "mtp_filled", "ngram", "model", "dflash2", "dspark"]
 CASES = [*(("qwen3_5", kind) for kind in KINDS), *([] if SMALL else [("qwen3_next", "mtp")])]
 SOME = PROMPTS[::2]
 

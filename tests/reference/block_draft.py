@@ -31,8 +31,9 @@ CANDIDATES, OF_DSPARK = 16, 32  # most candidates of a position
 
 def merged_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Nested keys come before those of the top level."""
-    layers, nested = config.get("transformer_layer_config"), config.get("dflash_config")
-    return {**(layers or {}), **config, **(nested or {})}
+    objects = ("transformer_layer_config", "dflash_config", "dspark_config")
+    layers, *nested = (config.get(key) or {} for key in objects)
+    return {**layers, **config, **nested[0], **nested[1]}
 
 
 def log_softmax(x: Array) -> Array:
@@ -44,8 +45,13 @@ class NumpyBlock:
     """A block drafter that reads a checkpoint's config and tensors, in the dtype of its target."""
 
     def __init__(
-        self, target: NumpyTarget, config: Mapping[str, Any], weights: Mapping[str, Array]
+        self,
+        target: NumpyTarget,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Array],
+        vocab_ids: Sequence[int] = (),
     ) -> None:
+        """`vocab_ids`: the tokens that may be drafted (FR-Spec); none: all."""
         self.target = target
         self.config = config = merged_config(config)
         self.weights = {
@@ -56,6 +62,9 @@ class NumpyBlock:
             for name in self.weights:
                 if name.endswith("norm.weight"):
                     self.weights[name] = self.weights[name] + 1
+        self.vocab_ids = list(vocab_ids)
+        if "d2t" in weights:
+            self.vocab_ids = (weights["d2t"] + np.arange(len(weights["d2t"]))).tolist()
         self.block_size = int(config["block_size"])
         is_speculators = "transformer_layer_config" in config
         is_dspark = "DSpark" in str(config["architectures"]) or "markov_rank" in config
@@ -155,6 +164,8 @@ class NumpyBlock:
             weights = self.target.weights
             tied = self.target.fields.tie_word_embeddings or "lm_head.weight" not in weights
             own = weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        if self.vocab_ids and len(own) != len(self.vocab_ids):
+            own = own[self.vocab_ids]
         scale = self.config.get("output_multiplier", self.config.get("logit_scale", 1))
         logits = hidden @ own.T * self.target.dtype(scale)
         cap = self.config.get("final_logit_softcapping")
@@ -162,7 +173,7 @@ class NumpyBlock:
 
     def token(self, index: int) -> int:
         """The target's id of an index into the logits."""
-        return index + int(self.weights["d2t"][index]) if "d2t" in self.weights else index
+        return self.vocab_ids[index] if self.vocab_ids else index
 
     def lattice(self, states: Sequence[Array], root: int, topk: int = 0) -> Lattice:
         """`topk`: candidates of a position; 0: as the kind of draft says."""
@@ -176,11 +187,12 @@ class NumpyBlock:
             own = logprobs[depth, chosen[depth]]
             for parent in range(topk):
                 above = root if depth == 0 else int(tokens[depth - 1, parent])
-                scores[depth, parent] = self._scores(own, above, chosen[depth], hidden[depth])
+                below = chosen[depth] if "d2t" in self.weights else tokens[depth]
+                scores[depth, parent] = self._scores(own, above, below, hidden[depth])
         return Lattice(tokens, scores, 0.0 if self.has_pairs else OFF_PATH)
 
     def _scores(self, own: Array, above: int, below: Array, hidden: Array) -> Array:
-        """Log-probabilities of the candidates `below` after token `above`."""
+        """Log-probabilities of the candidates `below`, rows of a codebook, after token `above`."""
         if not self.has_pairs:
             return own
         if "markov_head.markov_w1.weight" in self.weights:

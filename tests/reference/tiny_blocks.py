@@ -62,7 +62,6 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "confidence_head_with_markov": True,
     },
 }
-COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def block_config(kind: str, target: TinyCheckpoint, **overrides: Any) -> dict[str, Any]:
@@ -79,8 +78,8 @@ def block_config(kind: str, target: TinyCheckpoint, **overrides: Any) -> dict[st
         "num_key_value_heads": 2,
         "head_dim": of_target.get("head_dim") or 16,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 20000.0,  # not the target's
+        "rms_norm_eps": 0.01,  # like the theta not the target's
+        "rope_theta": 20000.0,
         "max_position_embeddings": of_target["max_position_embeddings"],
         "attention_bias": False,
         "num_target_layers": of_target["num_hidden_layers"],
@@ -106,8 +105,9 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def stated(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A key of config.json; one of dflash_config or transformer_layer_config is the same key."""
-    places = [config.get("dflash_config"), config, config.get("transformer_layer_config")]
+    """A key of config.json or of a nested object."""
+    nested = [config.get(key) for key in ("dspark_config", "dflash_config")]
+    places = [*nested, config, config.get("transformer_layer_config")]
     return next((place[key] for place in places if place and key in place), default)
 
 
@@ -168,6 +168,12 @@ def block_weights(
         weights |= _selector(config, target, matrix)
     if kind == "dspark":
         weights |= _dspark(config, target, matrix)
+    if drafted := stated(config, "draft_vocab_size"):
+        vocab = target.config["vocab_size"]
+        chosen = np.sort(np.random.default_rng(drafted).choice(vocab, drafted, replace=False))
+        weights["d2t"] = chosen - np.arange(drafted)
+        weights["t2d"] = np.isin(np.arange(vocab), chosen).astype(np.int32)
+        weights["lm_head.weight"] = matrix(drafted, hidden)
     return weights
 
 
@@ -185,16 +191,11 @@ def _dspark(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) -> W
     rank, vocab = stated(config, "markov_rank", 0), target.config["vocab_size"]
     hidden = stated(config, "hidden_size")
     drafted = stated(config, "draft_vocab_size", vocab)
-    table = target.weights["model.embed_tokens.weight"]
+    (table,) = (w for n, w in target.weights.items() if n.endswith("embed_tokens.weight"))
     weights: Weights = {}
     if drafted == vocab:
         weights["embed_tokens.weight"] = table
         weights["lm_head.weight"] = target.weights.get("lm_head.weight", table)
-    else:
-        chosen = np.sort(np.random.default_rng(drafted).choice(vocab, drafted, replace=False))
-        weights["d2t"] = chosen - np.arange(drafted)
-        weights["t2d"] = np.isin(np.arange(vocab), chosen).astype(np.int32)
-        weights["lm_head.weight"] = matrix(drafted, hidden)
     if rank:
         weights["markov_head.markov_w1.weight"] = matrix(vocab, rank, np.sqrt(rank))
         weights["markov_head.markov_w2.weight"] = matrix(drafted, rank)
