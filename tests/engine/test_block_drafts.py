@@ -2,79 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from cpmcu.config import EngineConfig, SpeculativeConfig
-from cpmcu.loading.loader import load_model
+from cpmcu.config import SpeculativeConfig
 from cpmcu.spec_metrics import AcceptanceCounter
+from tests.engine.blocks import (
+    HIDDEN,
+    MASK,
+    REDUCED,
+    TREE,
+    VOCAB,
+    Case,
+    Pair,
+    load,
+    speculators,
+    tensor,
+    text_of,
+    write,
+)
 from tests.engine.drafted import SAMPLINGS, Drive, memory_full_of
-from tests.engine.harness import random_ids
 from tests.engine.prefix import PAGE, Job, running
-from tests.reference.block_draft import Lattice, NumpyBlock
+from tests.reference.block_draft import NumpyBlock
 from tests.reference.engines import extension_or_skip
-from tests.reference.numpy_drafts import NumpyTarget
 from tests.reference.tiny_blocks import BLOCKS, write_block
-from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_w4 import quantise, write_w4
 
 extension_or_skip()
 
-VOCAB = 7  # so few tokens that random weights often draft the right one
-MASK = 5
-HIDDEN, HEAD_DIM = 64, 16
 LENGTHS = (1, 2, 63, 64, 65, 130)
 CHUNKS = (1, 7, 64)
-
-TREE = {"spec_num_iter": 4, "spec_tree_size": 20}
 CHAIN = {"spec_num_iter": 4, "spec_topk_per_iter": 1}
 
-
-def tensor(*shape: int, seed: int) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A draft, and what differs in its target."""
-
-    kind: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    drop: tuple[str, ...] = ()
-    rename: dict[str, str] = field(default_factory=dict)
-    family: str = "qwen3"
-    target: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
-
-
-def speculators(**keys: Any) -> dict[str, Any]:
-    """The config of speculators: ids of layers whose inputs are read, layers as an object."""
-    layers = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": 0.01,
-        "rope_theta": 20000.0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 20,
-    }
-    nothing = dict.fromkeys([*layers, "target_layer_ids", "attention_bias"])
-    named = {"transformer_layer_config": layers, "aux_hidden_state_layer_ids": [2, 1]}
-    return {**nothing, **named, "mask_token_id": MASK, **keys}
-
-
 SINKS = {f"layers.{i}.self_attn.attention_sink_bias": tensor(4, seed=i) for i in range(2)}
-REDUCED = {"draft_vocab_size": 5, "enable_confidence_head": False}
 CASES = {
     "DFlash": Case("dflash"),
     "DFlash, all layers causal": Case("dflash", {"is_causal": True}),
@@ -167,107 +130,6 @@ CASES = {
         "dspark", rename={name: "model." + name for name in ("layers.", "fc.", "hidden_norm.")}
     ),
 }
-
-
-def write(directory: Path, case: Case) -> tuple[TinyCheckpoint, TinyCheckpoint]:
-    """The target and the draft."""
-    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 3, **case.target}
-    target = write_tiny(directory / "target", case.family, seed=3, dtype=case.dtype, **sizes)
-    tensors = {"extra": case.extra, "drop": case.drop, "rename": case.rename, "dtype": case.dtype}
-    return target, write_block(directory / "draft", case.kind, target, **tensors, **case.overrides)
-
-
-class Pair:
-    """An engine on the CPU, and the numpy network that says what it drafts."""
-
-    def __init__(
-        self, directory: Path, case: Case, speculation: dict[str, Any], **config: Any
-    ) -> None:
-        self.target, self.draft = write(directory, case)
-        of_target = NumpyTarget(self.target.fields(), self.target.weights, np.float64)
-        self.network = NumpyBlock(of_target, self.draft.config, self.draft.weights)
-        self.shape = speculation["spec_num_iter"]
-        self.engine = load(self.target, self.draft.directory, speculation, **config)
-
-    def start(self, ids: Sequence[int], chunk: int = 0, **fields: Any) -> Sequenced:
-        slot, first = Drive(self.engine).start(list(ids), chunk, max_tokens=400, **fields)
-        return Sequenced(slot, [*ids, first])
-
-    def step(self, sequences: Sequence[Sequenced], shape: tuple[int, int] | None = None) -> None:
-        """One step of these sequences."""
-        engine, slots = self.engine, [each.slot for each in sequences]
-        for each in sequences:
-            assert engine.reserve(each.slot, len(each.text) + engine.tokens_per_step)
-        drafts = engine.begin_masked(slots, shape)
-        for each, (tokens, parents) in zip(sequences, drafts):
-            depth = self.shape if shape is None else shape[0]
-            assert tokens[0] == each.text[-1]
-            each.drafts.append((len(each.text) - 1, tokens, parents, depth))
-        nodes = sum(len(tokens) for tokens, _ in drafts)
-        engine.end_masked([-1] * nodes, np.zeros((0, 0), np.uint32))
-        for output in engine.collect():
-            (each,) = (each for each in sequences if each.slot == output.slot)
-            each.text += output.tokens
-            each.emitted.append(len(output.tokens))
-
-    def check(self, each: Sequenced, topk: int = 0) -> None:
-        """Compares all drafts of a sequence, and ends it."""
-        self.engine.release(each.slot)
-        for lattice, draft in self.lattices(each, topk):
-            lattice.check(*draft)
-
-    def lattices(self, each: Sequenced, topk: int = 0) -> Iterator[tuple[Lattice, Any]]:
-        """The numpy lattice of each draft, and its tokens, parents and depth."""
-        _, states = self.network.target.states(each.text, self.network.layers)
-        for length, *draft in each.drafts:
-            before = [state[:length] for state in states]
-            yield self.network.lattice(before, each.text[length], topk), draft
-
-    def run(
-        self,
-        ids: Sequence[int],
-        steps: int,
-        chunk: int = 0,
-        topk: int = 0,
-        shapes: Sequence[tuple[int, int] | None] = (None,),
-        **fields: Any,
-    ) -> Sequenced:
-        """Runs and compares one sequence, whose steps have these shapes in turn."""
-        each = self.start(ids, chunk, **fields)
-        for i in range(steps):
-            self.step([each], shapes[i % len(shapes)])
-        self.check(each, topk)
-        return each
-
-
-@dataclass
-class Sequenced:
-    """A sequence, and its drafts: cached tokens before the step, tokens, parents, depth."""
-
-    slot: int
-    text: list[int]  # the last token is the root of the next step
-    drafts: list[tuple[int, list[int], list[int], int]] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
-
-
-def load(
-    target: TinyCheckpoint, draft: Path | None, speculation: dict[str, Any], **config: Any
-) -> Any:
-    named = {"no_speculation": True} if draft is None else {"draft_model_path": str(draft)}
-    settings = {
-        "device": "cpu",
-        "num_threads": 1,
-        "max_num_seqs": 1,
-        "chunk_length": 128,
-        "max_model_len": 512,
-        "speculative_config": SpeculativeConfig(**named, **speculation),
-        **config,
-    }
-    return load_model(str(target.directory), config=EngineConfig(**settings)).engine
-
-
-def text_of(length: int, vocab: int = VOCAB) -> list[int]:
-    return [i % vocab for i in random_ids(length, 1000, seed=length)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -462,150 +324,3 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
     head = tensor(VOCAB, HIDDEN, seed=9) / 8
     pair = Pair(tmp_path, Case("dspark", extra={"lm_head.weight": head}), TREE)
     pair.run(text_of(40), 10)
-
-
-# ---- refusals
-
-NO_IDS = {"dflash_config": {"target_layer_ids": None}}
-REFUSED: dict[str, tuple[Case, str]] = {
-    "no layers": (Case("dflash", NO_IDS), "target_layer_ids is missing"),
-    "no layers of DSpark": (
-        Case("dspark", {"target_layer_ids": None}),
-        "target_layer_ids is missing",
-    ),
-    "the last layer": (
-        Case("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}),
-        r"target_layer_ids is \[0, 2\].*last layer",
-    ),
-    "no such layer": (
-        Case("dflash", {"dflash_config": {"target_layer_ids": [0, 7]}}),
-        r"target_layer_ids is \[0, 7\]",
-    ),
-    "no theta": (Case("jetspec", {"rope_theta": None}), "rope_theta is missing"),
-    "a mask beyond the table": (
-        Case("dflash", {"dflash_config": {"mask_token_id": VOCAB}}),
-        f"mask_token_id is {VOCAB}, expected .* 0 to {VOCAB - 1}",
-    ),
-    "no mask": (
-        Case("dflash2", {"dflash_config": {"mask_token_id": None}}),
-        "mask_token_id is missing",
-    ),
-    "Domino": (Case("dflash", {"dflash_config": {"projector_type": "domino"}}), "(?i)domino"),
-    "attn_output_gate": (Case("dflash", {"attn_output_gate": True}), "attn_output_gate"),
-    "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),
-    "LiLiCorr": (Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
-    "Laguna": (Case("dflash", {"architectures": ["DFlashLagunaForCausalLM"]}), "Laguna"),
-    "tensors of XPress": (
-        Case("dflash", extra={"xpress_head.w1.weight": tensor(VOCAB, 4, seed=1)}),
-        "XPress",
-    ),
-    "tensors of LiLiCorr": (
-        Case("dflash", extra={"lilicorr.token_proj.weight": tensor(8, HIDDEN, seed=1)}),
-        "LiLiCorr",
-    ),
-    "tensors of Laguna": (
-        Case("dflash", extra={"aux_hidden_norms.0.weight": tensor(HIDDEN, seed=1)}),
-        "Laguna",
-    ),
-    "a gated Markov head": (
-        Case("dspark", {"markov_head_type": "gated"}),
-        "markov_head_type is 'gated'",
-    ),
-    "a Markov head before a soft cap": (
-        Case("dspark", {"final_logit_softcapping": 30.0}),
-        "final_logit_softcapping is 30.0",
-    ),
-    "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
-    "another embedding": (
-        Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
-        "embed_tokens.weight differs from the target's",
-    ),
-    "an unknown tensor": (
-        Case("dflash", extra={"layers.0.extra.weight": tensor(HIDDEN, seed=3)}),
-        "layers.0.extra.weight",
-    ),
-    "another hidden size": (Case("dflash", {"hidden_size": 32}), "hidden_size is 32"),
-    "another number of layers": (
-        Case("dflash", {"num_target_layers": 4}),
-        "num_target_layers is 4, expected 3",
-    ),
-    "a window smaller than a block": (
-        Case("dflash", {"sliding_window": 7}),
-        "window of 7 is smaller than block_size 8",
-    ),
-    "a large block": (Case("dflash", {"block_size": 18}), "block_size is 18, expected 2 to 17"),
-    "a large block of DSpark": (Case("dspark", {"block_size": 17}), "block_size is 17"),
-    "scaled values": (Case("dflash", {"attention_value_scale": 2.0}), "attention_value_scale is 2"),
-    "interleaved RoPE": (Case("dflash", {"is_neox_style": False}), "is_neox_style is [Ff]alse"),
-    "another rank": (
-        Case("dspark", extra={"markov_head.markov_w1.weight": tensor(VOCAB, 8, seed=4)}),
-        "markov_rank is 16, expected 8",
-    ),
-    "a convolution longer than a block": (
-        Case("dflash2", {"dflash_config": {"conv_kernel_size": 9}}),
-        "9 weights a channel",
-    ),
-    "groups that divide no row": (
-        Case("dflash2", {"dflash_config": {"conv_group_size": 24}}, drop=("fc.weight",)),
-        "groups of 24",
-    ),
-    "too many candidates": (
-        Case("dflash2", {"dflash_config": {"selector_top_k": 40}}),
-        "selector_top_k is 40",
-    ),
-    "more candidates than tokens": (
-        Case("dflash2", {"dflash_config": {"selector_top_k": 8}}),
-        "8",
-    ),
-    "d2t without a head": (
-        Case("dspark", REDUCED, drop=("lm_head.weight",)),
-        "d2t is present, expected lm_head.weight",
-    ),
-    "another target's width": (
-        Case("dflash", {"target_hidden_size": 128}),
-        "target_hidden_size is 128, expected 64",
-    ),
-    "another vocabulary": (Case("dflash", {"vocab_size": 8}), "vocab_size is 8, expected 7"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
-    case, message = REFUSED[name]
-    target, draft = write(tmp_path, case)
-    with pytest.raises(ValueError, match=message) as error:
-        load(target, draft.directory, TREE)
-    assert "\n" not in str(error.value)
-
-
-DROPPED = {
-    "fc.weight": "dflash2",
-    "hidden_norm.weight": "dspark",
-    "norm.weight": "dflash",
-    "layers.1.self_attn.k_norm.weight": "dflash",
-    "layers.0.mlp_conv.base_kernel": "dflash2",
-    "candidate_selector.successor_codebook": "dflash2",
-    "markov_head.markov_w2.weight": "dspark",
-}
-
-
-@pytest.mark.parametrize("name", DROPPED)
-def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    target, draft = write(tmp_path, Case(DROPPED[name], drop=(name,)))
-    with pytest.raises(ValueError, match=name.replace(".weight", "")) as error:
-        load(target, draft.directory, {**TREE, "method": DROPPED[name]})
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"spec_num_iter": 8}, "spec_num_iter.* is 8, expected at most 7"),
-        ({"spec_num_iter": 1, "spec_tree_size": 18}, "spec_tree_size is 18"),
-        ({"spec_window_size": 64}, "spec_window_size is 64"),
-    ],
-)
-def test_impossible_shapes(given: dict[str, int], message: str, tmp_path: Path) -> None:
-    target, draft = write(tmp_path, Case("dflash", target={"vocab_size": 60}))
-    with pytest.raises(ValueError, match=message):
-        load(target, draft.directory, {"method": "dflash", **given})

@@ -1,0 +1,156 @@
+"""Block drafters that would draft something else than their files say are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.blocks import HIDDEN, REDUCED, TREE, VOCAB, Case, load, tensor, write
+from tests.reference.engines import extension_or_skip
+
+extension_or_skip()
+
+NO_IDS = {"dflash_config": {"target_layer_ids": None}}
+REFUSED: dict[str, tuple[Case, str]] = {
+    "no layers": (Case("dflash", NO_IDS), "target_layer_ids is missing"),
+    "no layers of DSpark": (
+        Case("dspark", {"target_layer_ids": None}),
+        "target_layer_ids is missing",
+    ),
+    "the last layer": (
+        Case("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}),
+        r"target_layer_ids is \[0, 2\].*last layer",
+    ),
+    "no such layer": (
+        Case("dflash", {"dflash_config": {"target_layer_ids": [0, 7]}}),
+        r"target_layer_ids is \[0, 7\]",
+    ),
+    "no theta": (Case("jetspec", {"rope_theta": None}), "rope_theta is missing"),
+    "a mask beyond the table": (
+        Case("dflash", {"dflash_config": {"mask_token_id": VOCAB}}),
+        f"mask_token_id is {VOCAB}, expected .* 0 to {VOCAB - 1}",
+    ),
+    "no mask": (
+        Case("dflash2", {"dflash_config": {"mask_token_id": None}}),
+        "mask_token_id is missing",
+    ),
+    "Domino": (Case("dflash", {"dflash_config": {"projector_type": "domino"}}), "(?i)domino"),
+    "attn_output_gate": (Case("dflash", {"attn_output_gate": True}), "attn_output_gate"),
+    "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),
+    "LiLiCorr": (Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
+    "Laguna": (Case("dflash", {"architectures": ["DFlashLagunaForCausalLM"]}), "Laguna"),
+    "tensors of XPress": (
+        Case("dflash", extra={"xpress_head.w1.weight": tensor(VOCAB, 4, seed=1)}),
+        "XPress",
+    ),
+    "tensors of LiLiCorr": (
+        Case("dflash", extra={"lilicorr.token_proj.weight": tensor(8, HIDDEN, seed=1)}),
+        "LiLiCorr",
+    ),
+    "tensors of Laguna": (
+        Case("dflash", extra={"aux_hidden_norms.0.weight": tensor(HIDDEN, seed=1)}),
+        "Laguna",
+    ),
+    "a gated Markov head": (
+        Case("dspark", {"markov_head_type": "gated"}),
+        "markov_head_type is 'gated'",
+    ),
+    "a Markov head before a soft cap": (
+        Case("dspark", {"final_logit_softcapping": 30.0}),
+        "final_logit_softcapping is 30.0",
+    ),
+    "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
+    "another embedding": (
+        Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
+        "embed_tokens.weight differs from the target's",
+    ),
+    "an unknown tensor": (
+        Case("dflash", extra={"layers.0.extra.weight": tensor(HIDDEN, seed=3)}),
+        "layers.0.extra.weight",
+    ),
+    "another hidden size": (Case("dflash", {"hidden_size": 32}), "hidden_size is 32"),
+    "another number of layers": (
+        Case("dflash", {"num_target_layers": 4}),
+        "num_target_layers is 4, expected 3",
+    ),
+    "a window smaller than a block": (
+        Case("dflash", {"sliding_window": 7}),
+        "window of 7 is smaller than block_size 8",
+    ),
+    "a large block": (Case("dflash", {"block_size": 18}), "block_size is 18, expected 2 to 17"),
+    "a large block of DSpark": (Case("dspark", {"block_size": 17}), "block_size is 17"),
+    "scaled values": (Case("dflash", {"attention_value_scale": 2.0}), "attention_value_scale is 2"),
+    "interleaved RoPE": (Case("dflash", {"is_neox_style": False}), "is_neox_style is [Ff]alse"),
+    "another rank": (
+        Case("dspark", extra={"markov_head.markov_w1.weight": tensor(VOCAB, 8, seed=4)}),
+        "markov_rank is 16, expected 8",
+    ),
+    "a convolution longer than a block": (
+        Case("dflash2", {"dflash_config": {"conv_kernel_size": 9}}),
+        "9 weights a channel",
+    ),
+    "groups that divide no row": (
+        Case("dflash2", {"dflash_config": {"conv_group_size": 24}}, drop=("fc.weight",)),
+        "groups of 24",
+    ),
+    "too many candidates": (
+        Case("dflash2", {"dflash_config": {"selector_top_k": 40}}),
+        "selector_top_k is 40",
+    ),
+    "more candidates than tokens": (
+        Case("dflash2", {"dflash_config": {"selector_top_k": 8}}),
+        "8",
+    ),
+    "d2t without a head": (
+        Case("dspark", REDUCED, drop=("lm_head.weight",)),
+        "d2t is present, expected lm_head.weight",
+    ),
+    "another target's width": (
+        Case("dflash", {"target_hidden_size": 128}),
+        "target_hidden_size is 128, expected 64",
+    ),
+    "another vocabulary": (Case("dflash", {"vocab_size": 8}), "vocab_size is 8, expected 7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
+    case, message = REFUSED[name]
+    target, draft = write(tmp_path, case)
+    with pytest.raises(ValueError, match=message) as error:
+        load(target, draft.directory, TREE)
+    assert "\n" not in str(error.value)
+
+
+DROPPED = {
+    "fc.weight": "dflash2",
+    "hidden_norm.weight": "dspark",
+    "norm.weight": "dflash",
+    "layers.1.self_attn.k_norm.weight": "dflash",
+    "layers.0.mlp_conv.base_kernel": "dflash2",
+    "candidate_selector.successor_codebook": "dflash2",
+    "markov_head.markov_w2.weight": "dspark",
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    target, draft = write(tmp_path, Case(DROPPED[name], drop=(name,)))
+    with pytest.raises(ValueError, match=name.replace(".weight", "")) as error:
+        load(target, draft.directory, {**TREE, "method": DROPPED[name]})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"spec_num_iter": 8}, "spec_num_iter.* is 8, expected at most 7"),
+        ({"spec_num_iter": 1, "spec_tree_size": 18}, "spec_tree_size is 18"),
+        ({"spec_window_size": 64}, "spec_window_size is 64"),
+    ],
+)
+def test_impossible_shapes(given: dict[str, int], message: str, tmp_path: Path) -> None:
+    target, draft = write(tmp_path, Case("dflash", target={"vocab_size": 60}))
+    with pytest.raises(ValueError, match=message):
+        load(target, draft.directory, {"method": "dflash", **given})
