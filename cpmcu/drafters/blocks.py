@@ -61,6 +61,9 @@ _OTHERS = {
     "prefix_gru.": "Domino",
     "hidden_dim_adapter.": "JetSpec with a hidden_dim_adapter",
 }
+# In names of architectures: block drafters whose layers are not those of Qwen3.
+_OTHER_LAYERS = ("Gemma4DSpark", "K3DSpark", "OmniDSpark", "LingDSpark", "Lfm2DSpark", "MuseSpark")
+_OTHER_LAYERS += ("DSparkMiniMax", "DSparkV4", "DeepSeek")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
     """Raises ValueError for a head whose further parts the engine does not have."""
     named = str(config.get("architectures"))
     found = [kind for part, kind in _OTHERS.items() if has_part(tensors, part) or kind in named]
+    found += [f"the layers of {part}" for part in _OTHER_LAYERS if part in named]
     if config.get("projector_type") is not None:
         found.append(f"a projector of type {shown(config['projector_type'])}")
     if config.get("attn_output_gate"):

@@ -40,6 +40,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),
     "LiLiCorr": (Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
     "Laguna": (Case("dflash", {"architectures": ["DFlashLagunaForCausalLM"]}), "Laguna"),
+    "layers of Gemma 4": (
+        Case("dspark", {"architectures": ["Gemma4DSparkModel"]}),
+        "the layers of Gemma4DSpark",
+    ),
+    "layers of LFM2": (Case("dspark", {"architectures": ["Lfm2DSparkDraftModel"]}), "Lfm2DSpark"),
     "tensors of XPress": (
         Case("dflash", extra={"xpress_head.w1.weight": tensor(VOCAB, 4, seed=1)}),
         "XPress",

@@ -19,9 +19,11 @@ from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
 from cpmcu.benchmarks.progress import BenchProgress
 from cpmcu.config import EngineConfig
+from cpmcu.shipped import shipped_model
 from cpmcu.ui.interrupts import announced
 from tests.reference.engines import extension_or_skip
-from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_blocks import write_block
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_modules import write_modules
 
 
@@ -160,6 +162,28 @@ def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     table = bench.table(result)
     assert table.count("\n| EAGLE-3 | 3 | ") == 2 and table.count("\n| none | 0 | ") == 2
     assert table.count(" (inner ") == 2 and f" (inner {inner:.2f})" in table
+
+
+def test_layers_of_a_block_draft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that read other layers emit the same tokens; what has no such layer is left out."""
+    extension_or_skip()
+    monkeypatch.setattr(drafters, "REPEATS", 1)
+    requests = {kind: found[:1] for kind, found in drafters.PROMPTS.items()}
+    monkeypatch.setattr(drafters, "PROMPTS", requests)
+    config = json.loads((shipped_model() / "config.json").read_text())
+    target = TinyCheckpoint(shipped_model(), config, {})
+    write_block(tmp_path / "draft", "dflash", target, dflash_config={"target_layer_ids": [0, 2]})
+    flags = ["--tap-shift", "--device", "cpu", "--max-model-len", "512", "--decode", "8", "--json"]
+    assert main([*flags, "--draft-model-path", str(tmp_path / "draft")]) == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["rows"]
+    assert {row["drafter"] for row in rows} == {"none", "layers -1", "layers +0"}
+    assert "layers +1 is left out" in printed.err
+    assert all(row["mean_accept_length"] >= 1 for row in rows)
+    assert main(["--tap-shift", "--device", "cpu"]) == 1
+    assert "without --draft-model-path" in capsys.readouterr().err
 
 
 def test_drafters_refuse_a_named_draft(capsys: pytest.CaptureFixture[str]) -> None:

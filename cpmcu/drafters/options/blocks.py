@@ -24,7 +24,7 @@ class BlockOptions(FrSpecOptions):
     spec_layer_shift: int = option(
         0,
         "read hidden states of the target this many layers later than the draft's files say; to "
-        "find files whose trainer counted layers otherwise (bench --tap-shift)",
+        "find files whose trainer counted layers otherwise",
         least=-1,
         most=1,
         brief="",

@@ -6,8 +6,8 @@
 // Schedule:
 //   op            CTA                      work
 //   block_rows    one for each sequence    a thread writes a row
-//   pair_scores   one for each position    a warp keeps four predecessors in registers and reads
-//                                          all successors once; then a lane is a successor
+//   pair_scores   one for each position    all rows are loaded at once into shared memory; a warp
+//                                          scores four predecessors, and a lane is a successor
 //   lattice_tree  a warp for each sequence a lane is a candidate; one node after another
 //
 // Surprising: a frontier of two entries for each node suffices for the exact best tree, since a
@@ -49,9 +49,8 @@ __global__ void __launch_bounds__(kMaxTreeSize)
 // ---- pair_scores
 
 constexpr int kPairWarps = 8;
-constexpr int kHeld = kMaxTopk / kPairWarps;  // predecessors of a warp
-constexpr int kElements = 8;                  // of a lane
-constexpr int kChunk = 32 * kElements;        // elements of a row that a warp reads at once
+constexpr int kHeld = kMaxTopk / kPairWarps;  // rows that a warp loads, and predecessors it scores
+constexpr int kVecs = 32;                     // of 8 elements: the part of a row that is staged
 
 // The target's id of a candidate; -1: none.
 __device__ __forceinline__ int target_id(const PairScoresParams& p, int candidate) {
@@ -63,7 +62,8 @@ template <typename T>
 __global__ void __launch_bounds__(32 * kPairWarps)
     pair_scores_kernel(const __grid_constant__ PairScoresParams p, const T* predecessors,
                        const T* successors, const T* gates, int rank) {
-  __shared__ float dots[kMaxTopk][kMaxTopk];  // predecessor, successor
+  __shared__ __align__(16) float left[kMaxTopk][8 * kVecs];  // gated predecessors
+  __shared__ Vec16<T> right[kMaxTopk][kVecs];  // vector v of row b is at v ^ b % 8: no conflicts
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int depth = blockIdx.x, seq = blockIdx.y, k = p.topk;
@@ -71,49 +71,53 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   const int position = seq * p.depth + depth, num_parents = depth == 0 ? 1 : k;
   const int* const candidates = p.candidates + position * k;
 
-  int parents[kHeld];
+  // Rows beyond the last repeat it and missing rows read row 0, so no load waits for a branch.
+  int parents[kHeld], children[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    const int a = warp + i * kPairWarps;
-    parents[i] = a >= num_parents ? -1
-                 : depth == 0     ? p.next_tokens[p.seq_slots[seq]]
-                                  : target_id(p, candidates[a - k]);
+    const int row = warp + i * kPairWarps;
+    children[i] = candidates[min(row, k - 1)];
+    parents[i] = depth == 0 ? p.next_tokens[p.seq_slots[seq]]
+                            : target_id(p, candidates[min(row, k - 1) - k]);
   }
-  for (int first = 0; first < rank; first += kChunk) {
-    const int element = first + lane * kElements;
-    const bool reads = element < rank;
-    float held[kHeld][kElements] = {};
+  float dots[kHeld] = {};  // of predecessor warp + i kPairWarps and successor `lane`
+  for (int first = 0; first < rank; first += 8 * kVecs) {
+    const int num_vecs = min(kVecs, (rank - first) / 8);
+    const int element = first + 8 * min(lane, num_vecs - 1);
+    Vec16<T> gate, lefts[kHeld], rights[kHeld];
+    if (gates != nullptr) gate = load<T, 8>(gates + int64_t{position} * rank + element);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (!reads || parents[i] < 0) continue;
-      const auto row = load<T, kElements>(predecessors + int64_t{parents[i]} * rank + element);
-      Vec16<T> gate;
-      if (gates != nullptr) {
-        gate = load<T, kElements>(gates + int64_t{position} * rank + element);
-      }
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        held[i][e] = to_float(row[e]) * (gates == nullptr ? 1.0f : to_float(gate[e]));
-      }
+      lefts[i] = load<T, 8>(predecessors + int64_t{max(parents[i], 0)} * rank + element);
+      rights[i] = load<T, 8>(successors + int64_t{max(children[i], 0)} * rank + element);
     }
-    for (int b = 0; b < k; ++b) {
-      const int id = candidates[b];
-      Vec16<T> row;
-      if (reads && id >= 0) row = load<T, kElements>(successors + int64_t{id} * rank + element);
+    __syncthreads();  // the part before is no longer read
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int row = warp + i * kPairWarps;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float value = to_float(lefts[i][e]);
+        left[row][8 * lane + e] = gates == nullptr ? value : value * to_float(gate[e]);
+      }
+      right[row][lane ^ row % 8] = rights[i];
+    }
+    __syncthreads();
+    for (int v = 0; v < num_vecs; ++v) {
+      const Vec16<T> row = right[lane][v ^ lane % 8];
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        float sum = 0;
-        if (reads && id >= 0) {
+        const int a = warp + i * kPairWarps;
+        if (a >= num_parents) break;
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) sum += held[i][e] * to_float(row[e]);
+        for (int part = 0; part < 2; ++part) {
+          const auto four = load<float, 4>(&left[a][8 * v + 4 * part]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) dots[i] += four[e] * to_float(row[4 * part + e]);
         }
-        sum = warp_reduce(sum, Sum{});
-        float& dot = dots[warp + i * kPairWarps][b];
-        if (lane == 0) dot = first == 0 ? sum : dot + sum;
       }
     }
   }
-  __syncwarp();  // a warp reads its own dots
 
   const bool exists = lane < k && candidates[lane] >= 0;
   float logprob = exists ? p.logprobs[position * k + lane] : kNone;
@@ -121,16 +125,18 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   const float mass = warp_reduce(expf(logprob), Sum{});
   const float rest = p.keeps_rest ? fmaxf(1.0f - mass, 0.0f) : 0.0f;
   const float more = p.keeps_rest ? 0.0f : logf(mass);
-  for (int a = warp; a < num_parents; a += kPairWarps) {
-    float score = logprob == kNone ? kNone : logprob + dots[a][lane];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int a = warp + i * kPairWarps;
+    if (a >= num_parents) break;
+    float score = logprob == kNone || parents[i] < 0 ? kNone : logprob + dots[i];
     if (isnan(score)) score = kNone;
     const float largest = fmaxf(warp_reduce(score, Max{}), rest > 0 ? logf(rest) : kNone);
     const float sum = warp_reduce(score == kNone ? 0.0f : expf(score - largest), Sum{}) +
                       (rest > 0 ? rest * expf(-largest) : 0.0f);
-    const bool has_parent = depth == 0 || candidates[a - k] >= 0;
     if (lane < k) {
       p.pairs[(int64_t{position} * k + a) * k + lane] =
-          score == kNone || !has_parent ? kNone : score - largest - logf(sum) + more;
+          score == kNone ? kNone : score - largest - logf(sum) + more;
     }
   }
   if (warp == 0 && lane < k) p.tokens[position * k + lane] = target_id(p, candidates[lane]);
