@@ -62,8 +62,10 @@ _OTHERS = {
     "hidden_dim_adapter.": "JetSpec with a hidden_dim_adapter",
 }
 # In names of architectures: block drafters whose layers are not those of Qwen3.
-_OTHER_LAYERS = ("Gemma4DSpark", "K3DSpark", "OmniDSpark", "LingDSpark", "Lfm2DSpark", "MuseSpark")
-_OTHER_LAYERS += ("DSparkMiniMax", "DSparkV4", "DeepSeek")
+_OTHER_LAYERS = (
+    *("Gemma4DSpark", "K3DSpark", "OmniDSpark", "LingDSpark", "Lfm2DSpark", "MuseSpark"),
+    *("DSparkMiniMax", "DSparkV4", "DeepSeek"),
+)
 
 
 @dataclass(frozen=True, slots=True)
