@@ -13,6 +13,7 @@ request to its last, in the fastest of `REPEATS` runs.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from cpmcu.shipped import shipped_draft, shipped_model
 if TYPE_CHECKING:
     from cpmcu.llm import LLM
     from cpmcu.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
 
 REPEATS = 3
 NUM_STEPS = 3  # tokens that a network drafts
@@ -185,7 +188,7 @@ def run_drafters(
     """Measures rows with `tokens` tokens of each request. Returns a JSON object.
 
     `found`: row -> speculative configuration; None: what is available for the target. A draft
-    that cannot read shifted layers is left out, with a note.
+    that cannot read shifted layers is left out, with a warning.
     """
     from cpmcu.llm import LLM
 
@@ -204,7 +207,7 @@ def run_drafters(
         except ValueError as error:
             if not speculation.options.get("spec_layer_shift"):
                 raise
-            progress.note(f"{name} is left out: {error}")
+            logger.warning("%s is left out: %s", name, error)
             continue
         with llm:
             described = {"model": llm.directory.name, "dtype": llm.spec.dtype}

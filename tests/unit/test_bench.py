@@ -165,7 +165,10 @@ def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 def test_layers_of_a_block_draft(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drafts that read other layers emit the same tokens; what has no such layer is left out."""
     extension_or_skip()
@@ -177,10 +180,9 @@ def test_layers_of_a_block_draft(
     write_block(tmp_path / "draft", "dflash", target, dflash_config={"target_layer_ids": [0, 2]})
     flags = ["--tap-shift", "--device", "cpu", "--max-model-len", "512", "--decode", "8", "--json"]
     assert main([*flags, "--draft-model-path", str(tmp_path / "draft")]) == 0
-    printed = capsys.readouterr()
-    rows = json.loads(printed.out)["rows"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["drafter"] for row in rows} == {"none", "layers -1", "layers +0"}
-    assert "layers +1 is left out" in printed.err
+    assert "layers +1 is left out" in caplog.text
     assert all(row["mean_accept_length"] >= 1 for row in rows)
     assert main(["--tap-shift", "--device", "cpu"]) == 1
     assert "without --draft-model-path" in capsys.readouterr().err
