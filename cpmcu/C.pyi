@@ -79,13 +79,17 @@ class RuntimeConfig:
     num_ranks: int
     "GPUs from that one on that share the model; on the CPU: threads."
     memory_limit: float
-    "Share of the memory that is free at start, above 0 and at most 1."
+    "Share of the memory that is free at start, above 0; above 1: GB of it."
+    plans_for: int | None
+    "Only plans, for a device of this compute capability (89; 0: the CPU)."
     chunk_length: int
     "Most tokens of one prefill step."
     max_num_seqs: int
     "Sequence slots."
     max_model_len: int
     "Tokens of one sequence; 0: max_position_embeddings, or what fits."
+    sized_for: int
+    "If max_model_len is 0: tokens of a sequence that buffers are made for."
     cuda_graph: bool
     "Decode steps are captured and replayed."
     num_threads: int

@@ -120,7 +120,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
     if verb == "plan":
         parser.briefs["full"] = "show every buffer, not only large buffers"
         parser.briefs["launches"] = "show the launches of a pass, not memory"
-        parser.briefs["architecture"] = "with --launches: cpu, sm_80, sm_90 and so on"
+        parser.briefs["architecture"] = "plan for sm_80, sm_90 and so on, which need not be here"
         parser.hide("prompt_text", "prompt_file", "system_prompt", "use_chat_template")
         parser.hide("use_stream", "stats")
         parser.hide(*(field.name for field in dataclasses.fields(SamplingParams)))
@@ -367,10 +367,16 @@ def _show_plan(display: Display, config: EngineConfig, options: CliOptions) -> N
     from cpmcu.ui import launches, plan
 
     model = str(shipped_model()) if config.model is None else config.model
-    engine = load_model(model, config=config, reads_weights=False).engine
+    name = options.architecture
+    capability = None if name is None else launches.capability_of(name)
+    plans_for = None if options.launches else capability
+    if plans_for is not None and config.memory_limit <= 1:
+        raise ValueError(
+            f"memory_limit is {config.memory_limit} with --architecture, expected GB above 1: the "
+            "memory of a device that need not be here"
+        )
+    engine = load_model(model, config=config, reads_weights=False, plans_for=plans_for).engine
     if options.launches:
-        name = options.architecture
-        capability = None if name is None else launches.capability_of(name)
         passes = {
             "decode": engine.launches(capability=capability),
             "prefill": engine.launches(prefill=True, capability=capability),
@@ -382,8 +388,15 @@ def _show_plan(display: Display, config: EngineConfig, options: CliOptions) -> N
             display.note(f"GPU {rank} of {engine.num_ranks}")
         rows = plan.plan_rows(engine.memory_plan(rank), full=options.full)
         display.table(plan.COLUMNS, rows)
-    length = min(engine.max_model_len, engine.num_pages * C.PAGE_SIZE)
+    tokens = engine.num_pages * C.PAGE_SIZE
+    length = min(engine.max_model_len, tokens)
     display.note(f"a sequence can have {length} tokens, prompt and output together")
+    many = engine.max_num_seqs > 1
+    display.note(
+        f"{engine.max_num_seqs} {'sequences run' if many else 'sequence runs'} at a time; the KV "
+        f"cache and the prefix cache share room for {tokens} tokens; a prefill pass has up to "
+        f"{engine.chunk_length}"
+    )
 
 
 if __name__ == "__main__":

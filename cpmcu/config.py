@@ -36,6 +36,8 @@ HEAD_QUANTS = ("none", "w8", "w4")
 PREFIX_CACHE = "prefix cache"  # a group of flags
 
 MOST_RANKS = 8  # kMaxRanks in csrc/core/exchange.h
+MOST_GB = 1e6  # kMaxGigabytes in csrc/engine/engine_setup.cpp
+USUAL_SEQS, USUAL_CHUNK = 8, 2048  # unless memory is short
 MOST_SEQS = 256  # kMaxSeqs in csrc/engine/runtime_config.h
 
 Options = typing.TypeVar("Options", bound=DrafterOptions)
@@ -254,12 +256,14 @@ class EngineConfig(SparseOptions):
     )
     memory_limit: float = option(
         0.9,
-        "share of the memory free at start that the engine may use, in (0, 1]",
-        brief="share of the free memory to use (default: 0.9)",
+        "memory of a device that the engine may use: a share of what is free at start, up to 1, or "
+        "GB, above 1",
+        brief="share of free memory, or GB (default: 0.9)",
     )
-    chunk_length: int = option(
-        2048,
-        "most prompt tokens of one prefill pass, which several prompts may share",
+    chunk_length: int | None = option(
+        None,
+        "most prompt tokens of one prefill pass, which several prompts may share (default: "
+        f"{USUAL_CHUNK}, or fewer if memory is short)",
         flags=("--chunk-length", "--max-num-batched-tokens"),
     )
     max_prefill_ms: float = option(
@@ -273,7 +277,11 @@ class EngineConfig(SparseOptions):
         "most tokens of one sequence, prompt and output; 0: the model's own limit",
         brief="most tokens of prompt and output together",
     )
-    max_num_seqs: int = option(8, f"most sequences that run concurrently, up to {MOST_SEQS}")
+    max_num_seqs: int | None = option(
+        None,
+        f"most sequences that run concurrently, up to {MOST_SEQS} (default: {USUAL_SEQS}, or fewer "
+        "if memory is short)",
+    )
     swap_space: float | None = option(
         None,
         "host memory for sequences that wait for pages, in GB; without it they are computed again "
@@ -345,18 +353,20 @@ class EngineConfig(SparseOptions):
         one_of("dtype", self.dtype, DTYPES)
         one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if not 0.0 < number("memory_limit", self.memory_limit) <= 1.0:
+        if not 0.0 < number("memory_limit", self.memory_limit) <= MOST_GB:
             raise ValueError(
                 f"memory_limit is {self.memory_limit!r}, but must be a share in (0, 1] of the free "
-                "memory"
+                "memory, or GB above 1"
             )
-        whole("chunk_length", self.chunk_length, 1)
+        if self.chunk_length is not None:
+            whole("chunk_length", self.chunk_length, 1)
         if not 0.0 < number("max_prefill_ms", self.max_prefill_ms) < math.inf:
             raise ValueError(
                 f"max_prefill_ms is {self.max_prefill_ms}, but must be a number of milliseconds "
                 "above 0"
             )
-        whole("max_num_seqs", self.max_num_seqs, 1, MOST_SEQS)
+        if self.max_num_seqs is not None:
+            whole("max_num_seqs", self.max_num_seqs, 1, MOST_SEQS)
         whole("max_model_len", self.max_model_len, 0)
         whole("num_threads", self.num_threads, 0)
         whole("device_index", self.device_index, 0)

@@ -88,7 +88,7 @@ class BatchRun:
             bar.start()
             for number, text in numbered(source):
                 self._begin(number, text)
-                while len(self._open) >= _AHEAD * self._llm.config.max_num_seqs:
+                while len(self._open) >= _AHEAD * self._llm.max_num_seqs:
                     self._finish(self._ended.get())
                 bar.update(sum(self._counts.values()))
             while self._open:

@@ -101,6 +101,7 @@ class LLM:
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
+        self.max_num_seqs = loaded.engine.max_num_seqs  # memory may allow fewer than usual
         self._runner = Runner(
             loaded.engine,
             page_size=C.PAGE_SIZE,

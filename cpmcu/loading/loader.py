@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpmcu.checks import shown
+from cpmcu.config import USUAL_CHUNK, USUAL_SEQS
 from cpmcu.drafters.registry import TargetModel
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading import exiting
 from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
+from cpmcu.loading.fitting import fit
 from cpmcu.loading.hub import resolve_model
 from cpmcu.loading.model_files import ModelFiles, is_gguf, model_files, model_name
 from cpmcu.loading.plan import LoadPlan, Placement, by_engine_names, plan_load
@@ -74,18 +76,23 @@ def load_model(
     progress: LoadProgress | None = None,
     before_tensors: Callable[[Path], None] = lambda directory: None,
     reads_weights: bool = True,
+    plans_for: int | None = None,
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
     `before_tensors` is called with the directory after all checks and before weights are read.
-    Without `reads_weights`, the engine has its memory plan and no weights.
+    Without `reads_weights`, the engine has its memory plan and no weights. `plans_for`: the plan is
+    that of a device of this compute capability (89 for 8.9; 0: the CPU), and nothing is allocated.
 
     Raises FileNotFoundError for a missing model or file, ValueError for a damaged or unsupported
     config or checkpoint, MemoryError if the model does not fit into memory, and RuntimeError if
     device "cuda" is not available.
     """
     directory = resolve_model(model, config.revision)
-    device = choose_device(config.device)
+    if plans_for is None:
+        device = choose_device(config.device)
+    else:
+        reads_weights, device = False, "cuda" if plans_for else "cpu"
     files = model_files(directory)
     if device == "cpu":
         files = files.on_cpu()
@@ -115,6 +122,7 @@ def load_model(
         quant = plan_target_quant(hf_config, metas, family, fields)
         check_sparse_options(config, fields)
         check_kv_cache_dtype(config.kv_cache_dtype, fields)
+        with_head(quant, config.lm_head_quant)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -144,7 +152,8 @@ def load_model(
 
     extension = _extension.load()
 
-    def settings() -> tuple[Any, ...]:
+    def settings(config: EngineConfig, sized_for: int) -> tuple[Any, ...]:
+        check_kv_cache_dtype(config.kv_cache_dtype, fields)
         spec = extension.ModelSpec(
             **fields.to_kwargs(),
             dtype=dtype,
@@ -154,20 +163,24 @@ def load_model(
             module_options={name: own.to_dict() for name, own in quant.module_options.items()},
             linear_overrides=with_head(quant, config.lm_head_quant),
         )
-        drafter = (draft.spec(extension, dtype),) if draft else ()
-        return spec, runtime_config(config, device), *drafter
+        drafts = draft and not config.speculation.no_speculation
+        drafter = (draft.spec(extension, dtype),) if draft and drafts else ()
+        return spec, runtime_config(config, device, plans_for, sized_for), *drafter
+
+    def planned(config: EngineConfig, sized_for: int) -> int:
+        return int(extension.Engine.planned_model_len(*settings(config, sized_for)))
 
     with exiting.waited_for():
-        if not config.max_model_len:
-            # Memory may limit the length of a sequence, and RoPE may depend on that length.
-            with about(directory):
-                held = extension.Engine.planned_model_len(*settings())
-            if held < fields.max_position_embeddings:
-                fields = family.build(hf_config, replace(options, max_model_len=held))
-                target = replace(target, fields=fields, max_model_len=held)
-                draft = draft and open_draft(config.speculation, directory, target)
-        spec, _, *drafter = arguments = settings()
         with about(directory):
+            fitted = fit(config, fields.max_position_embeddings, planned, quant.linear_method)
+        held = fitted.max_model_len
+        if not config.max_model_len and held < fields.max_position_embeddings:
+            # RoPE may depend on the length of a sequence.
+            fields = family.build(hf_config, replace(options, max_model_len=held))
+            target = replace(target, fields=fields, max_model_len=held)
+            draft = draft and open_draft(config.speculation, directory, target)
+        with about(directory):
+            spec, _, *drafter = arguments = settings(fitted.config, fitted.sized_for)
             engine = extension.Engine(*arguments)
         expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
         with about(directory):
@@ -368,19 +381,26 @@ def choose_dtype(
     return stated, reason
 
 
-def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
-    """The engine's part of the configuration."""
+def runtime_config(
+    config: EngineConfig, device: str, plans_for: int | None = None, sized_for: int = 0
+) -> C.RuntimeConfig:
+    """The engine's part of the configuration.
+
+    `plans_for`: as in `load_model`; `sized_for`: as in `Fit`.
+    """
     from cpmcu import _extension
 
     window = config.speculation.verify_window
     runtime: C.RuntimeConfig = _extension.load().RuntimeConfig(
-        device=device,
+        device=device if plans_for is None else "cpu",
+        plans_for=plans_for,
         device_index=config.device_index,
         num_ranks=config.tensor_parallel_size,
         memory_limit=config.memory_limit,
-        chunk_length=config.chunk_length,
-        max_num_seqs=config.max_num_seqs,
+        chunk_length=config.chunk_length or USUAL_CHUNK,
+        max_num_seqs=config.max_num_seqs or USUAL_SEQS,
         max_model_len=config.max_model_len,
+        sized_for=sized_for,
         cuda_graph=config.cuda_graph,
         num_threads=config.num_threads,
         cublas_paths=cublas_paths(),

@@ -81,7 +81,7 @@ class Model:
             "%s is ready after %.1f s: %d slots, at most %d tokens a sequence, %s, %.2f GB",
             served_names(engine_config, config)[0],
             time.perf_counter() - start,
-            llm.config.max_num_seqs,
+            llm.max_num_seqs,
             llm.max_length,
             f"draft {llm.draft_spec.method}{lossy}" if llm.draft_spec else "no draft",
             sum(row["bytes"] for row in llm.memory_plan()) / 1e9,

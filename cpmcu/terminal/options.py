@@ -88,7 +88,8 @@ class CliOptions:
     )
     architecture: str | None = option(
         None,
-        "with --launches: cpu, sm_80, sm_90 and so on (default: the device's)",
+        "with --memory-plan: plan for cpu, sm_80, sm_90 and so on (default: the device's), in the "
+        "GB of --memory-limit; needs no such device",
         metavar="ARCH",
         brief="",
     )
@@ -113,8 +114,8 @@ class CliOptions:
         if self.launches and not self.memory_plan:
             raise ValueError("--launches is given without --memory-plan, expected both")
         if self.architecture is not None:
-            if not self.launches:
-                raise ValueError("--architecture is given without --launches, expected both")
+            if not self.memory_plan:
+                raise ValueError("--architecture is given without --memory-plan, expected both")
             capability_of(self.architecture)  # raises
         for flag, given in (("--json", self.json), ("--batch", self.batch is not None)):
             if given and self.chat:

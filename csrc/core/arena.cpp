@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace cpmcu {
 namespace {
@@ -43,8 +44,23 @@ MemoryPlan::Id MemoryPlan::add_scratch(const std::string& name, int64_t bytes, i
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
-// First fit, large buffers first. Each buffer takes the lowest offset that is free for its
-// lifetime.
+MemoryPlan::Id MemoryPlan::add_until(const std::string& name, const std::string& group,
+                                     int64_t bytes, int last) {
+  CHECK_STATE(bytes >= 0 && last >= 0, "buffer {} has {} bytes up to phase {}, expected at least 0",
+              name, bytes, last);
+  buffers_.push_back({.name = name, .group = group, .bytes = bytes, .first = 0, .last = last});
+  return static_cast<Id>(buffers_.size()) - 1;
+}
+
+int64_t MemoryPlan::bytes_before(int phase) const {
+  MemoryPlan part = *this;
+  std::erase_if(part.buffers_, [&](const Buffer& buffer) { return buffer.first >= phase; });
+  return part.assign();
+}
+
+// First fit. Each buffer takes the lowest offset that is free for its lifetime. First come the
+// buffers of all phases, then those of other groups than scratch, then large buffers. So pages and
+// buffers of the last phase begin at the same offset.
 int64_t MemoryPlan::assign() {
   int64_t persistent_end = 0;
   std::vector<Buffer*> scratch;
@@ -56,8 +72,14 @@ int64_t MemoryPlan::assign() {
       scratch.push_back(&buffer);
     }
   }
+  int last_phase = 0;
+  for (const Buffer* buffer : scratch) last_phase = std::max(last_phase, buffer->last);
+  const auto order = [&](const Buffer* buffer) {
+    const bool always = buffer->first == 0 && buffer->last == last_phase;
+    return std::pair(always ? 0 : buffer->group != "scratch" ? 1 : 2, -buffer->bytes);
+  };
   std::stable_sort(scratch.begin(), scratch.end(),
-                   [](const Buffer* a, const Buffer* b) { return a->bytes > b->bytes; });
+                   [&](const Buffer* a, const Buffer* b) { return order(a) < order(b); });
   total_bytes_ = persistent_end;
   std::vector<Buffer*> placed;  // by offset
   for (Buffer* buffer : scratch) {

@@ -2,7 +2,8 @@
 //
 // Pass 1: each component adds its buffers to the plan. A persistent buffer lives for ever. A
 // scratch buffer lives from phase `first` to phase `last` of a forward step, both included. Scratch
-// buffers of the same name are one buffer, so all layers use the same scratch.
+// buffers of the same name are one buffer, so all layers use the same scratch. Pages of the KV
+// cache live in all phases but the last one, the loading of weights.
 //
 // Pass 2: `assign` gives each buffer an offset. Two buffers share bytes only if their lifetimes do
 // not overlap. Then the arena allocates once. Nothing allocates device memory after that.
@@ -37,8 +38,12 @@ class MemoryPlan {
 
   Id add(const std::string& name, const std::string& group, int64_t bytes);
   Id add_scratch(const std::string& name, int64_t bytes, int first, int last);
+  // Adds a buffer that lives from the first phase to phase `last`.
+  Id add_until(const std::string& name, const std::string& group, int64_t bytes, int last);
   // Assigns offsets; returns the total. May be called again after more buffers were added.
   int64_t assign();
+  // The total without the buffers that live from phase `phase` on only.
+  int64_t bytes_before(int phase) const;
 
   int64_t total_bytes() const { return total_bytes_; }
   int64_t group_bytes(const std::string& group) const;  // sum of buffer sizes, before sharing

@@ -204,12 +204,16 @@ void bind_run_configs(py::module_& m) {
       .def_readwrite("num_ranks", &RuntimeConfig::num_ranks,
                      "GPUs from that one on that share the model; on the CPU: threads.")
       .def_readwrite("memory_limit", &RuntimeConfig::memory_limit,
-                     "Share of the memory that is free at start, above 0 and at most 1.")
+                     "Share of the memory that is free at start, above 0; above 1: GB of it.")
+      .def_readwrite("plans_for", &RuntimeConfig::plans_for,
+                     "Only plans, for a device of this compute capability (89; 0: the CPU).")
       .def_readwrite("chunk_length", &RuntimeConfig::chunk_length,
                      "Most tokens of one prefill step.")
       .def_readwrite("max_num_seqs", &RuntimeConfig::max_num_seqs, "Sequence slots.")
       .def_readwrite("max_model_len", &RuntimeConfig::max_model_len,
                      "Tokens of one sequence; 0: max_position_embeddings, or what fits.")
+      .def_readwrite("sized_for", &RuntimeConfig::sized_for,
+                     "If max_model_len is 0: tokens of a sequence that buffers are made for.")
       .def_readwrite("cuda_graph", &RuntimeConfig::cuda_graph,
                      "Decode steps are captured and replayed.")
       .def_readwrite("num_threads", &RuntimeConfig::num_threads,

@@ -136,7 +136,7 @@ class Engine {
   int num_rewritten() const { return step_.num_rewritten(); }
   // The shapes of `decode` among which each step may choose.
   std::vector<DraftShape> draft_shapes() const { return step_.shapes(); }
-  int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
+  int launch_ahead() const { return ctx_.compute_capability > 0 ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
   // The launches of a pass of the target on this device, or on one of `capability` (CutTarget).
   std::vector<LaunchRow> launches(Phase phase, std::optional<int> capability = {}) const;

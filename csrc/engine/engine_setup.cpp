@@ -10,14 +10,53 @@ namespace cpmcu {
 namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence; sums with other counts stay in an int
+constexpr double kMaxGigabytes = 1e6;
 
 // Returns one rank's part of `spec`. Both specs are checked before anything is built from them.
 ModelSpec checked_part(const ModelSpec& spec, const RuntimeConfig& config) {
-  spec.check_validity(config.device == "cuda");
+  spec.check_validity(config.device == "cuda" || config.plans_for.value_or(0) > 0);
   return part_of(spec, config.num_ranks);
 }
 
 std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
+
+void check_limits(const RuntimeConfig& config) {
+  CHECK(config.memory_limit > 0 && config.memory_limit <= kMaxGigabytes,
+        "memory_limit is {}, expected a share above 0 and at most 1, or GB above 1",
+        config.memory_limit);
+  CHECK(!config.plans_for || (config.device == "cpu" && config.memory_limit > 1),
+        "memory_limit is {} on {}, expected GB above 1 on cpu for a plan of another device",
+        config.memory_limit, config.device);
+  CHECK(config.chunk_length >= 1, "chunk_length is {}, expected at least 1", config.chunk_length);
+  CHECK(config.max_num_seqs >= 1 && config.max_num_seqs <= kMaxSeqs,
+        "max_num_seqs is {}, expected 1 to {}", config.max_num_seqs, kMaxSeqs);
+  CHECK(config.max_model_len >= 0 && config.max_model_len <= kMaxTokens,
+        "max_model_len is {}, expected 1 to {}, or 0 for the model's", config.max_model_len,
+        kMaxTokens);
+}
+
+// Bytes that one rank may use. `text`: receives the limit in words.
+int64_t budget_of(const RuntimeConfig& config, Device device, std::string& text) {
+  const double limit = config.memory_limit;
+  const auto limit_bytes = static_cast<int64_t>(limit * 1e9);
+  if (config.plans_for) {
+    text = format("{} GB", limit);
+    return limit_bytes;
+  }
+  int64_t free_bytes = device_info(device).free_bytes;
+  if (!device.is_cuda()) free_bytes /= config.num_ranks;  // ranks share the host's memory
+  if (limit <= 1) {
+    text = format("{} of the {} that are free", limit, mib(free_bytes));
+    return static_cast<int64_t>(limit * static_cast<double>(free_bytes));
+  }
+  if (limit_bytes > free_bytes) {
+    throw Error(ErrorKind::kMemory, format("memory_limit is {} GB, but {} are free: lower it, or "
+                                           "free memory",
+                                           limit, mib(free_bytes)));
+  }
+  text = format("{} GB", limit);
+  return limit_bytes;
+}
 
 }  // namespace
 
@@ -36,7 +75,9 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
     exchange_.rank = rank, exchange_.num_ranks = config.num_ranks;
     ctx_.exchange = &exchange_;
   }
-  if (!has_prompt_gemm(ctx_.compute_capability)) {
+  if (config.plans_for) {
+    ctx_.compute_capability = *config.plans_for;
+  } else if (!has_prompt_gemm(ctx_.compute_capability)) {
     cublas_ = CublasLt::load(ctx_, config.cublas_paths);
   }
   ctx_.cublas = cublas_.get();
@@ -44,7 +85,8 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
 }
 
 void Engine::allocate() {
-  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
+  arena_ =
+      config_.plans_for ? Arena::of_addresses(plan_) : std::make_unique<Arena>(ctx_.device, plan_);
   bind();
 }
 
@@ -73,41 +115,32 @@ Engine::~Engine() {
 // The limits of the config size all buffers except the pages. Pages take the rest of the memory
 // limit.
 void Engine::plan_memory() {
-  CHECK(config_.memory_limit > 0 && config_.memory_limit <= 1,
-        "memory_limit is {}, expected above 0 and at most 1", config_.memory_limit);
-  CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
-  CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSeqs,
-        "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSeqs);
-  CHECK(config_.max_model_len >= 0 && config_.max_model_len <= kMaxTokens,
-        "max_model_len is {}, expected 1 to {}, or 0 for the model's", config_.max_model_len,
-        kMaxTokens);
-  const int max_tokens =
-      config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
+  check_limits(config_);
+  const int by_default = config_.sized_for > 0
+                             ? std::min(config_.sized_for, spec_.max_position_embeddings)
+                             : spec_.max_position_embeddings;
+  const int max_tokens = config_.max_model_len > 0 ? config_.max_model_len : by_default;
   const int lookahead = step_.lookahead();
-  if (ctx_.device.is_cuda() && config_.cuda_graph && config_.max_num_seqs > 1) {
+  if (ctx_.compute_capability > 0 && config_.cuda_graph && config_.max_num_seqs > 1) {
     idle_slot_ = config_.max_num_seqs;
     num_idle_pages_ = pages_for(2 + lookahead);
   }
   plan_buffers(max_tokens);
 
-  int64_t free_bytes = device_info(ctx_.device).free_bytes;
-  if (!ctx_.device.is_cuda()) free_bytes /= config_.num_ranks;  // ranks share the host's memory
-  const int64_t budget =
-      static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
-  const int64_t fixed = plan_.assign();
+  std::string limit;
+  const int64_t budget = budget_of(config_, ctx_.device, limit);
+  const int64_t loading = plan_.assign(), fixed = plan_.bytes_before(kLoad);
   const std::vector<PageDemand> demands = page_demands();
   const int64_t least = least_bytes(demands);
-  if (budget - fixed < least) {
-    const int64_t need = fixed + least;
+  const int64_t need = std::max(fixed + least, loading);
+  if (budget < need) {
     throw Error(
         ErrorKind::kMemory,
-        format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
-               "cache for {} tokens make {}, but the limit is {} ({} of the {} that are "
-               "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
-               "memory_limit, or free memory",
-               mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
-               mib(least), demands[0].least * kPageSize, mib(need), mib(budget),
-               config_.memory_limit, mib(free_bytes), mib(need - budget)));
+        format("the model does not fit: {} of weights, {} of state and scratch and {} of "
+               "KV cache for {} tokens make {}, but the limit is {} ({}): {} too much",
+               mib(plan_.group_bytes("weights")), mib(need - least - plan_.group_bytes("weights")),
+               mib(least), demands[0].least * kPageSize, mib(need), mib(budget), limit,
+               mib(need - budget)));
   }
   most_pages_ = divide_pages(demands, budget - fixed);
   max_tokens_ = max_tokens;
@@ -208,20 +241,22 @@ void Engine::bind() {
   model_.bind(*arena_, state_);
   model_.list_tensors(weights_);
   if (whole_) weights_.take_parts(tensors_of(*whole_), rank_, config_.num_ranks);
-  if (whole_) bind_exchange();
   sampler_.bind(*arena_);
-  sampler_.clear(ctx_);
   step_.bind(*arena_);
-  step_.clear(ctx_);
   step_.list_tensors(weights_);
+  slots_.resize(static_cast<size_t>(seqs));
+  graphs_.emplace(ctx_, config_.cuda_graph);
+  if (config_.plans_for) return;  // what follows writes to the arena
+  if (whole_) bind_exchange();
+  states_.clear_slots(ctx_);
+  sampler_.clear(ctx_);
+  step_.clear(ctx_);
   prefill_block_.bind(ctx_, *arena_, kMaxInFlight);
   decode_block_.bind(ctx_, *arena_, kMaxInFlight);
   Carver device(prefill_block_.device());
   prefill_inputs_ = PrefillInputs::layout(device, limits_.max_tokens, seqs, step_.max_path());
   ring_.bind(ctx_, *arena_, kMaxInFlight, seqs);
   last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {seqs, spec_.hidden_size});
-  slots_.resize(static_cast<size_t>(seqs));
-  graphs_.emplace(ctx_, config_.cuda_graph);
   if (idle_slot_ >= 0) {
     sampler_.reset(ctx_, step_.slots(), idle_slot_, {}, {}, 0);
     const int length = 1;  // a shifted draft has one token less
@@ -256,6 +291,7 @@ void Engine::finish_loading() {
   loader_.reset();
   model_.finish_loading(ctx_);
   step_.finish_loading(ctx_);
+  states_.clear_pages(ctx_);
   ready_ = true;
 }
 

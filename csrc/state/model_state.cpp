@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/step/step.h"
+
 namespace cpmcu {
 
 int64_t SlotTensor::num_bytes() const {
@@ -82,25 +84,33 @@ void ModelState::plan_pages(MemoryPlan& plan, const std::map<int, int>& num_page
     planes.num_pages = num_pages.at(planes.window);
     const std::string name =
         planes.window == 0 ? "pages" : format("pages.window_{}", planes.window);
-    planes.id = plan.add(scope_ + name, "kv",
-                         int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes());
+    // Pages are empty until the weights are loaded, so buffers of loading may lie there.
+    planes.id = plan.add_until(scope_ + name, "kv",
+                               int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes(),
+                               kLoad - 1);
   }
 }
 
-void ModelState::bind(const Context& ctx, const Arena& arena,
-                      const std::map<int, const int*>& tables) {
+void ModelState::bind(const Arena& arena, const std::map<int, const int*>& tables) {
   for (Planes& planes : planes_) {
     planes.table = tables.at(planes.window);
     planes.memory = arena.tensor(planes.id, planes.plane.dtype,
                                  {planes.count, planes.num_pages, planes.plane.page_elements()});
-    // CUDA kernels read whole tiles and multiply invisible rows by 0, which would not remove NaN.
-    if (ctx.device.is_cuda() || has_gaps_) {
-      fill_bytes(ctx.device, planes.memory.data(), 0, planes.memory.num_bytes(), ctx.stream);
-    }
   }
-  for (Slots& slots : slots_) {
-    slots.memory = arena.array<char>(slots.id);
+  for (Slots& slots : slots_) slots.memory = arena.array<char>(slots.id);
+}
+
+void ModelState::clear_slots(const Context& ctx) {
+  for (const Slots& slots : slots_) {
     fill_bytes(ctx.device, slots.memory, 0, num_slots_ * slots.tensor.num_bytes(), ctx.stream);
+  }
+}
+
+void ModelState::clear_pages(const Context& ctx) {
+  // CUDA kernels read whole tiles and multiply invisible rows by 0, which would not remove NaN.
+  if (!ctx.device.is_cuda() && !has_gaps_) return;
+  for (const Planes& planes : planes_) {
+    fill_bytes(ctx.device, planes.memory.data(), 0, planes.memory.num_bytes(), ctx.stream);
   }
 }
 

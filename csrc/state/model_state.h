@@ -70,7 +70,9 @@ class ModelState {
   void plan_slots(MemoryPlan& plan, int num_slots);
   // One number of pages, and one page table on the device [slots, max_pages], for each window.
   void plan_pages(MemoryPlan& plan, const std::map<int, int>& num_pages);
-  void bind(const Context& ctx, const Arena& arena, const std::map<int, const int*>& tables);
+  void bind(const Arena& arena, const std::map<int, const int*>& tables);
+  void clear_slots(const Context& ctx);
+  void clear_pages(const Context& ctx);  // after the weights are loaded
 
   // ---- used by blocks
   Tensor paged(PagedId id) const;  // [pages, num_heads, rows_per_page, width]

@@ -38,6 +38,14 @@ void StateCache::plan_pages(MemoryPlan& plan, const std::vector<int64_t>& num_pa
   for (const auto& model : models_) model->plan_pages(plan, of_window);
 }
 
+void StateCache::clear_slots(const Context& ctx) {
+  for (const auto& model : models_) model->clear_slots(ctx);
+}
+
+void StateCache::clear_pages(const Context& ctx) {
+  for (const auto& model : models_) model->clear_pages(ctx);
+}
+
 int64_t StateCache::page_bytes(int group) const {
   int64_t bytes = 0;
   for (const auto& model : models_) bytes += model->page_bytes(this->group(group).window());
@@ -55,7 +63,7 @@ void StateCache::bind(const Context& ctx, const Arena& arena) {
   table_ = arena.array<int>(table_id_);
   std::map<int, const int*> tables;
   for (int i = 0; i < num_groups(); ++i) tables[group(i).window()] = table_ + i * table_size();
-  for (const auto& model : models_) model->bind(ctx, arena, tables);
+  for (const auto& model : models_) model->bind(arena, tables);
   const int64_t bytes = 4 * num_groups() * table_size();
   staging_ = static_cast<int*>(allocate_pinned(ctx.device, bytes));
   std::memset(staging_, 0, static_cast<size_t>(bytes));

@@ -32,6 +32,8 @@ class StateCache {
   int64_t page_bytes(int group) const;  // of one page in all planes of all models
   int64_t slot_bytes() const;           // of one slot, as in ModelState, of all models
   void bind(const Context& ctx, const Arena& arena);
+  void clear_slots(const Context& ctx);
+  void clear_pages(const Context& ctx);  // after the weights are loaded
 
   const int* page_table() const { return table_; }  // [slots, max_pages] device, of group 0
   int max_pages() const { return max_pages_; }      // of one slot

@@ -81,6 +81,7 @@ class Stage:
         progress: Callable | None = None,
         before_tensors: Callable = lambda directory: None,
         reads_weights: bool = True,
+        plans_for: int | None = None,
     ) -> SimpleNamespace:
         before_tensors(self.directory)
         engine = StoryEngine(**self.loaded["options"])

@@ -34,7 +34,7 @@ from tests.reference.tiny_modules import write_modules
         (["--contexts", "64,0"], "--contexts is '64,0'"),
         (["--contexts=-5"], "--contexts is '-5'"),
         (["--decode", "0"], "--decode is 0, but must be at least 1"),
-        (["--memory-limit", "2"], "--memory-limit is 2"),
+        (["--memory-limit", "-2"], "--memory-limit is -2"),
         (["--kernels", "x.json"], "--kernels is given without --plot"),
         (["--drafters", "--plot", "x.png"], "--drafters and --plot are both given"),
         (["--drafters", "--needle"], "--drafters and --needle are both given"),

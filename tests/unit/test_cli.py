@@ -60,7 +60,7 @@ needs_engine = skip_unless(can_generate(), "the extension or the shipped model i
         (["--sink-window-size", "1"], "--sink-window-size is 1, but must be a number of tokens"),
         (["--use-compress-lse", "no"], "--use-compress-lse cannot be no"),
         (["--model-type", "llama"], "--model-type llama cannot be forced"),
-        (["--memory-limit", "2"], "--memory-limit is 2.0, but must be a share in (0, 1]"),
+        (["--memory-limit", "0"], "--memory-limit is 0.0, but must be a share in (0, 1]"),
         (["--temperature", "-1"], "--temperature is -1"),
         (["--temp", "-1"], "--temp is -1"),
         (["--num_generate", "0"], "--num-generate is 0"),
@@ -262,6 +262,17 @@ def test_plan(stage, capsys):
     shown = capsys.readouterr()
     assert shown.out.splitlines()[-1].split() == ["total", "1", "1.00", "100.0%"]
     assert "a sequence can have 200 tokens" in shown.err
+    assert "4 sequences run at a time" in shown.err
+
+
+def test_a_plan_of_another_device_needs_its_memory(stage, capsys):
+    stage.prepare()
+    flags = ["--model", "m", "--memory-plan", "--architecture", "sm_86"]
+    assert cli.main(flags) == 1
+    assert "--memory-limit is 0.9 with --architecture, expected GB" in capsys.readouterr().err
+    assert cli.main([*flags, "--memory-limit", "22"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--model", "m", "--memory-plan", "--architecture", "h100"])
 
 
 def interrupt_after(pieces: int):

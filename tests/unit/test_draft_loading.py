@@ -138,7 +138,7 @@ def test_rope_of_a_draft_if_memory_limits_the_length(
         load(target, draft, monkeypatch, max_model_len=n).draft.model for n in (200, 100)
     )
     assert long.rope_inv_freq != short.rope_inv_freq
-    monkeypatch.setattr(DraftingEngine, "planned_model_len", lambda spec, config, draft: 100)
+    monkeypatch.setattr(DraftingEngine, "planned_model_len", lambda spec, config, draft=None: 100)
     assert load(target, draft, monkeypatch).draft.model.rope_inv_freq == short.rope_inv_freq
 
 

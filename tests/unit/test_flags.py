@@ -175,7 +175,7 @@ def test_measurements_are_without_the_prefix_cache():
 
 
 def test_engine_config_is_checked():
-    wrong = [{"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}]
+    wrong = [{"memory_limit": 0}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}]
     wrong += [{"max_prefill_ms": 0}, {"max_prefill_ms": float("inf")}]
     wrong += [{"max_num_seqs": 257}, {"swap_space": -1}, {"swap_space": float("nan")}]
     for fields in wrong:

@@ -26,7 +26,7 @@ async def props(request: Request) -> dict[str, Any]:
             "n_ctx": llm.max_length,
             "params": {name: stated[name] for name in names if name in stated},
         },
-        "total_slots": llm.config.max_num_seqs,
+        "total_slots": llm.max_num_seqs,
         "model_alias": service.names[0],
         "model_path": service.root,
         "chat_template": "" if model.template is None else model.template.source,
@@ -45,5 +45,5 @@ async def slots(request: Request) -> list[dict[str, Any]]:
     running = llm.engine_load().running
     return [
         {"id": i, "n_ctx": llm.max_length, "is_processing": i < running}
-        for i in range(llm.config.max_num_seqs)
+        for i in range(llm.max_num_seqs)
     ]
