@@ -130,6 +130,20 @@ class Head(nn.Module):
         """Returns (s, output) of all steps that are trained. Row p of step s predicts p + 2."""
         return list(enumerate(self.unroll(hidden, embeddings, cos, sin, depth)))
 
+    @torch.no_grad()
+    def chains(self, ids: Tensor, target: Target, depth: int) -> Tensor:
+        """The head's first choices [B, T - 1 - depth, depth] along a known text, ids [B, T].
+
+        Entry (b, t, i) is for token t + 2 + i, given that the tokens before it are those of ids.
+        """
+        count = ids.shape[1] - 1 - depth
+        output = target(ids[:, :-1], aux_layers=self.aux_layers, with_logits=False)
+        cos, sin = target.rope(0, ids.shape[1] - 1)
+        embeddings = target.embed(ids[:, 1:])
+        steps = self.unroll(self.start(output), embeddings, cos, sin, depth)
+        best = [self.to_target(self.logits(x, target).argmax(-1)) for x in steps]
+        return torch.stack([each[:, i : i + count] for i, each in enumerate(best)], dim=-1)
+
     def initialise(self, seed: int) -> None:
         """Matrices ~ N(0, 1/fan_in)."""
         generator = torch.Generator().manual_seed(seed)

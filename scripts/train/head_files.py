@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from block_head import Block
 from drafts import Eagle2, Eagle3, Head
 from model import Target, read_state
 from mtp_head import Mtp
@@ -52,7 +53,9 @@ def load_head(directory: Path | str, target: Target) -> Head | None:
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {name: config[name] for name in names}
     head: Head
-    if modules:
+    if "hidden_norm.weight" in state:
+        head = _block(config, target, shape)
+    elif modules:
         shape = {"intermediate_size": config["intermediate_size"]}
         head = Mtp(target, modules, config.get("chain_mtp_hidden", False), **shape)
     elif "d2t" in state:
@@ -65,3 +68,16 @@ def load_head(directory: Path | str, target: Target) -> Head | None:
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     head.load_state_dict(state)
     return head.to(target.device).eval()
+
+
+def _block(config: dict[str, Any], target: Target, shape: dict[str, int]) -> Block:
+    rank = config.get("markov_rank", 0)
+    kind = "dspark" if rank else "dflash"
+    nested = config.get("dflash_config", {})
+    if nested.get("causal_head"):
+        kind = "jetspec"
+    tokens = config["block_size"] - (kind != "dspark")
+    head = Block(target.source, kind, config["num_hidden_layers"], tokens, rank, **shape)
+    layers = config.get("target_layer_ids") or nested["target_layer_ids"]
+    head.aux_layers = tuple(layer + 1 for layer in layers)
+    return head

@@ -37,21 +37,13 @@ def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int)
     token t + 2 + i. The entry is valid only if the chain's earlier tokens matched.
     """
     count = ids.shape[1] - 1 - depth
-    columns = []
     if isinstance(draft, Target):
-        best = draft(ids).logits.argmax(-1)
-        hits = best[:, 1:-1] == ids[:, 2:]
-        columns = [hits[:, i : i + count] for i in range(depth)]
+        best = draft(ids).logits.argmax(-1)[:, 1:]
+        chains = torch.stack([best[:, i : i + count] for i in range(depth)], dim=-1)
     else:
-        output = target(ids[:, :-1], aux_layers=draft.aux_layers, with_logits=False)
-        cos, sin = target.rope(0, ids.shape[1] - 1)
-        embeddings = target.embed(ids[:, 1:])
-        steps = draft.unroll(draft.start(output), embeddings, cos, sin, depth)
-        for i, x in enumerate(steps):
-            best = draft.to_target(draft.logits(x, target).argmax(-1))
-            hits = best[:, :-1] == ids[:, 2:]
-            columns.append(hits[:, i : i + count])
-    return torch.stack(columns, dim=-1)
+        chains = draft.chains(ids, target, depth)
+    wanted = torch.stack([ids[:, 2 + i : 2 + i + count] for i in range(depth)], dim=-1)
+    return chains == wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +139,35 @@ def measure(
         lengths.append(prompt_tokens + (new.index(eos) + 1 if eos in new else len(new)))
     parts = [chain_matches(draft, target, part, depth) for part in ids.split(16)]
     return acceptance(torch.cat(parts), lengths, prompt_tokens, min(chain, depth))
+
+
+def measure_all(
+    draft: Head | Target, target: Target, prompts: Tensor, eos: int | None
+) -> dict[float, Acceptance]:
+    """Measures with 160 new tokens at the usual temperatures, and prints."""
+    results = {}
+    for temperature in (0.0, 0.7, 0.8):
+        results[temperature] = measure(draft, target, prompts, 160, temperature, eos)
+        print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
+    return results
+
+
+def table(results: dict[float, Acceptance]) -> str:
+    """The results by temperature, for a card."""
+    if not results:
+        return ""
+    first = next(iter(results.values()))
+    depths = " | ".join(f"depth {i + 1}" for i in range(len(first.at_depth)))
+    rule = "---|" * (len(first.at_depth) + 2)
+    lines = [f"| temperature | {depths} | mean accept length |", f"|{rule}"]
+    for temperature, result in results.items():
+        shares = " | ".join(f"{share:.3f}" for share in result.at_depth)
+        lines.append(f"| {temperature:g} | {shares} | {result.mean_length:.2f} |")
+    return (
+        "\nShare of chains accepted to each depth, and mean accept length of chains of "
+        f"{first.chain} (the target's\nown token included), while the target continues "
+        "held-out files by itself:\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def load_draft(directory: Path, target: Target) -> Head | Target:

@@ -276,7 +276,7 @@ def main() -> None:
     name, original = args.out.name, source.resolve().name
     if args.draft:
         head = load_head(args.draft, target)
-        if head is None or head.kind == "mtp":
+        if head is None or head.kind not in ("eagle2", "eagle3"):
             raise SystemExit(f"{args.draft} is not an EAGLE head; pass a draft model as --target")
         check_shapes(head, settings)
         done = quantize_head(head, target, ids, settings, args.depth)

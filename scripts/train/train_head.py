@@ -10,20 +10,28 @@ improves, the whole destination is written again.
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import processes
 import torch
 import torch.nn.functional as F
-from continue_text import add_target_arguments, load_target
-from corpus import TokenStream, corpus_from_arguments, plain_stream, training_stream
-from directory import add_out_arguments, check_out
+from continue_text import load_target
+from corpus import corpus_from_arguments, plain_stream
+from directory import check_out
+from draft_run import (
+    add_draft_arguments,
+    add_shape_arguments,
+    add_training_arguments,
+    draft_stream,
+    given_shape,
+    hardware_of,
+    summary,
+    training_config,
+)
 from drafts import Eagle2, Eagle3, Head
 from head_files import load_head, write_head
-from measure_acceptance import Acceptance, held_out_prompts, measure
+from measure_acceptance import Acceptance, held_out_prompts, measure_all, table
 from model import Target
 from mtp_head import Mtp
 from torch import Tensor, nn
@@ -169,9 +177,9 @@ def card(
             "are the target's. `token_counts.npy` counts the tokens of the training text (for\n"
             "a pruned output head)."
         )
-    table = _table(results)
+    measured = table(results)
     if alone:
-        table += "\nThe first module alone:\n" + _table(alone)
+        measured += "\nThe first module alone:\n" + table(alone)
     return f"""# {name}
 
 {layout} for `{target_name}`: {parameters / 1e6:.2f} M parameters, bf16.
@@ -181,7 +189,7 @@ def card(
 - Training: {report.steps} steps, {report.tokens / 1e6:.0f} M tokens in windows of \
 {config.seq_len}, {report.minutes:.1f} minutes on {hardware}.
 - Recipe: `scripts/train/train_head.py` in the cpmcu repository.
-{table}"""
+{measured}"""
 
 
 def _describe_modules(head: Mtp) -> str:
@@ -195,50 +203,16 @@ def _describe_modules(head: Mtp) -> str:
     )
 
 
-def _table(results: dict[float, Acceptance]) -> str:
-    if not results:
-        return ""
-    first = next(iter(results.values()))
-    depths = " | ".join(f"depth {i + 1}" for i in range(len(first.at_depth)))
-    rule = "---|" * (len(first.at_depth) + 2)
-    lines = [f"| temperature | {depths} | mean accept length |", f"|{rule}"]
-    for temperature, result in results.items():
-        shares = " | ".join(f"{share:.3f}" for share in result.at_depth)
-        lines.append(f"| {temperature:g} | {shares} | {result.mean_length:.2f} |")
-    return (
-        "\nShare of chains accepted to each depth, and mean accept length of chains of "
-        f"{first.chain} (the target's\nown token included), while the target continues "
-        "held-out files by itself:\n\n" + "\n".join(lines) + "\n"
-    )
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_target_arguments(parser)
-    add_out_arguments(parser)
+    add_draft_arguments(parser)
     parser.add_argument("--kind", choices=("eagle2", "eagle3", "mtp"), default="eagle2")
-    parser.add_argument(
-        "--generated",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="token files of continue_text.py or chat_text.py, added to the training text",
-    )
-    parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
     parser.add_argument("--depth", type=int, default=5, help="steps of the unrolled training")
     parser.add_argument("--step-weight", type=float, default=0.8, help="loss of step s: this^s")
     parser.add_argument(
         "--feature-weight", type=float, default=0.0, help="smooth L1 to the hidden states (eagle2)"
     )
-    parser.add_argument(
-        "--label-temperature",
-        type=float,
-        default=1.0,
-        help="of the target's distribution that is learnt; lower: more of its first choice",
-    )
-    shape = parser.add_argument_group("head (default: as the target's layers)")
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        shape.add_argument(f"--{name.replace('_', '-')}", type=int)
+    shape = add_shape_arguments(parser)
     shape.add_argument("--draft-vocab-size", type=int, default=32000, help="eagle3")
     shape.add_argument(
         "--share-head", action="store_true", help="eagle3: use the target's output head"
@@ -250,17 +224,7 @@ def parse_arguments() -> argparse.Namespace:
         "--chained", action="store_true", help="mtp: a module reads the output of the one before"
     )
 
-    run = parser.add_argument_group("training")
-    run.add_argument("--learning-rate", type=float, help="peak; default 0.5 / hidden size")
-    run.add_argument("--final-learning-rate", type=float, help="default: a thirtieth of the peak")
-    for name in TrainConfig.__slots__:
-        flag, default = f"--{name.replace('_', '-')}", getattr(DEFAULTS, name)
-        if name.endswith("learning_rate"):
-            continue
-        if isinstance(default, bool):
-            run.add_argument(flag, action="store_true")
-        else:
-            run.add_argument(flag, type=type(default), default=default)
+    add_training_arguments(parser, DEFAULTS)
     return parser.parse_args()
 
 
@@ -272,29 +236,13 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     target, tokenizer, form = load_target(args)
-    rate = args.learning_rate or 0.5 / target.hidden_size
-    values = {name: getattr(args, name) for name in TrainConfig.__slots__}
-    values |= {
-        "learning_rate": rate,
-        "final_learning_rate": args.final_learning_rate or rate / 30,
-    }
-    config = TrainConfig(**values | {"seed": args.seed + rank})
+    config = training_config(args, target.hidden_size, rank)
 
     train_documents, held_out = corpus_from_arguments(args)
-    stream = training_stream(tokenizer, train_documents, args.seed, form=form)
+    stream = draft_stream(args, tokenizer, train_documents, form)
     validation = plain_stream(tokenizer, held_out, form) if held_out else None
-    print(
-        f"{len(train_documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True
-    )
-    for path in args.generated:
-        rows = np.load(path)
-        starts = np.arange(len(rows), dtype=np.int64) * rows.shape[1]
-        stream = stream + TokenStream(rows.reshape(-1).astype(np.uint32), starts)
-        print(f"{rows.size / 1e6:.2f} M tokens that the target wrote", flush=True)
     counts = np.bincount(stream.ids, minlength=target.vocab_size)
 
-    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    shape = {name: getattr(args, name) for name in names if getattr(args, name)}
     try:
         head = build_head(
             args.kind,
@@ -305,7 +253,7 @@ def main() -> None:
             args.modules,
             args.chained,
             not args.share_head,
-            **shape,
+            **given_shape(args),
         )
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -318,10 +266,7 @@ def main() -> None:
         args.feature_weight,
         args.label_temperature,
     )
-    hardware = "a CPU"
-    if target.device.type == "cuda":
-        each = torch.cuda.get_device_name(target.device)
-        hardware = f"{processes.count()} x {each}" if processes.count() > 1 else f"one {each}"
+    hardware = hardware_of(target)
     parameters = sum(p.numel() for p in head.parameters())
     print(f"{args.kind}: {parameters / 1e6:.2f} M parameters on {hardware}", flush=True)
 
@@ -363,13 +308,7 @@ def main() -> None:
     processes.leave()
     if rank > 0:
         return
-    best = report.best_validation_loss
-    loss = f"best held-out loss {best:.4f}, " if math.isfinite(best) else ""
-    print(
-        f"{report.steps} steps, {report.tokens / 1e6:.1f} M tokens, {report.minutes:.2f} min, "
-        f"{report.tokens_per_second / 1e3:.0f}K tok/s, {loss}written to {args.out}",
-        flush=True,
-    )
+    print(f"{summary(report)}, written to {args.out}", flush=True)
     if not held_out:
         return
     torch.set_float32_matmul_precision("highest")
@@ -379,11 +318,7 @@ def main() -> None:
     prompts = held_out_prompts(tokenizer, held_out, form, 96, 48, config.seed)
 
     def measured(draft: Head) -> dict[float, Acceptance]:
-        results = {}
-        for temperature in (0.0, 0.7, 0.8):
-            results[temperature] = measure(draft, target, prompts, 160, temperature, form.eos)
-            print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
-        return results
+        return measure_all(draft, target, prompts, form.eos)
 
     several = isinstance(final, Mtp) and final.longest is not None
     save(report, final, measured(final), measured(final.alone()) if several else {})

@@ -22,10 +22,12 @@ MODULES = (
     "model",
     "trainer",
     "drafts",
+    "block_head",
     "mtp_head",
     "head_files",
     "continue_text",
     "measure_acceptance",
+    "draft_run",
     "train_head",
     "quantize",
 )

@@ -24,10 +24,12 @@ MODULES = (
     "model",
     "trainer",
     "drafts",
+    "block_head",
     "mtp_head",
     "head_files",
     "continue_text",
     "measure_acceptance",
+    "draft_run",
     "train_head",
 )
 VOCAB, HIDDEN, INNER, DRAFT_VOCAB = 203, 64, 96, 50
