@@ -12,9 +12,9 @@ of device write equal files, and a model with fewer layers has the same first la
 Each tensor is generated and written before the next one, so an 8B model is never in memory as a
 whole. If there is a GPU, torch generates the tensors on it, else numpy does.
 
-Presets whose names end in -eagle or -eagle3 are draft heads. Their directories and those of models
-with an MTP head also have token_counts.npy: token frequencies like those of natural text, for
-FR-Spec.
+Presets whose names end in -eagle, -eagle3, -dspark, -dflash, -jetspec or -dflash2 are draft heads
+(layouts.py, blocks.py). Their directories and those of models with an MTP head also have
+token_counts.npy: token frequencies like those of natural text, for FR-Spec.
 
     python -m scripts.synthetic --preset minicpm4-8b --acceptance 0.8 --out DIR --draft-out DIR2
 
@@ -169,6 +169,8 @@ def main(argv: list[str] | None = None) -> None:
     config = {**PRESETS[args.preset].config, **dict(args.set)}
     if args.num_hidden_layers is not None:
         config["num_hidden_layers"] = args.num_hidden_layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: args.num_hidden_layers]
     check_config(config)
     if not 0 < args.shard_size_gb < math.inf:
         raise SystemExit(f"--shard-size-gb is {args.shard_size_gb}, but must be above 0")

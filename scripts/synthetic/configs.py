@@ -269,6 +269,21 @@ QWEN3 = {
     "max_position_embeddings": 40960,
     "vocab_size": 151936,
 }
+QWEN3_8B = qwen(
+    3,
+    **QWEN3,
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_key_value_heads=8,
+    intermediate_size=12288,
+)
+QWEN35_27B = hybrid(
+    hidden_size=5120,
+    num_hidden_layers=64,
+    intermediate_size=17408,
+    num_attention_heads=24,
+    linear_num_value_heads=48,
+)
 QWEN3_GENERATION = generation(
     151643, [151645, 151643], pad=151643, do_sample=True, temperature=0.6, top_k=20, top_p=0.95
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from scripts.synthetic.blocks import block_config, block_tensors
 from scripts.synthetic.configs import (
     LLAMA_8B,
     LLAMA_70B,
     LONGROPE_64,
     MINICPM4_8B,
     QWEN3,
+    QWEN3_8B,
     QWEN3_GENERATION,
+    QWEN35_27B,
     QWEN35_GENERATION,
     TINY,
     TINY_GENERATION,
@@ -88,17 +91,7 @@ PRESETS: dict[str, Preset] = {
         ministral(hidden_size=5120, num_hidden_layers=40, intermediate_size=16384),
         generation(1, [2], do_sample=True, temperature=0.15),
     ),
-    "qwen3-8b": Preset(
-        qwen(
-            3,
-            **QWEN3,
-            hidden_size=4096,
-            num_hidden_layers=36,
-            num_key_value_heads=8,
-            intermediate_size=12288,
-        ),
-        QWEN3_GENERATION,
-    ),
+    "qwen3-8b": Preset(QWEN3_8B, QWEN3_GENERATION),
     "qwen3-30b-a3b": Preset(
         qwen_moe(
             **QWEN3,
@@ -160,17 +153,9 @@ PRESETS: dict[str, Preset] = {
         QWEN35_GENERATION,
         hybrid_tensors,
     ),
-    "qwen3.5-27b": Preset(
-        hybrid(
-            hidden_size=5120,
-            num_hidden_layers=64,
-            intermediate_size=17408,
-            num_attention_heads=24,
-            linear_num_value_heads=48,
-        ),
-        QWEN35_GENERATION,
-        hybrid_tensors,
-    ),
+    "qwen3.5-27b": Preset(QWEN35_27B, QWEN35_GENERATION, hybrid_tensors),
+    # The checkpoints of Qwen3.5-27B and Qwen3.8-27B have the same shapes.
+    "qwen3.8-27b": Preset(QWEN35_27B, QWEN35_GENERATION, hybrid_tensors),
     "qwen3.5-35b-a3b": Preset(
         hybrid_moe(
             hidden_size=2048,
@@ -336,6 +321,12 @@ PRESETS: dict[str, Preset] = {
         {},
         eagle3_tensors,
         draft=True,
+    ),
+    "qwen3-8b-dspark": Preset(block_config("dspark", QWEN3_8B), {}, block_tensors, draft=True),
+    "qwen3-8b-dflash": Preset(block_config("dflash", QWEN3_8B), {}, block_tensors, draft=True),
+    "qwen3-8b-jetspec": Preset(block_config("jetspec", QWEN3_8B), {}, block_tensors, draft=True),
+    "qwen3.8-27b-dflash2": Preset(
+        block_config("dflash2", QWEN35_27B), {}, block_tensors, draft=True
     ),
     "tiny-minicpm-eagle": Preset(
         minicpm(**TINY | {"num_hidden_layers": 1}, dim_model_base=64), {}, eagle_tensors, draft=True
