@@ -36,7 +36,7 @@ from cpmcu.drafters.heads import (
 from cpmcu.drafters.options.blocks import BlockOptions
 from cpmcu.drafters.options.trees import MAX_DRAFT_DEPTH
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors
-from cpmcu.models.common import SpecFields, with_attention
+from cpmcu.models.common import SpecFields, first_window_layer, with_attention
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
 from cpmcu.quant.registry import plan_quant
@@ -44,6 +44,11 @@ from cpmcu.quant.registry import plan_quant
 CANDIDATES = 16  # of a position, if the file does not say
 _NESTED = ("dflash_config", "dspark_config")  # the last one counts most
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Target layers by their outputs, else by their inputs.
+_LAYER_KEYS = (
+    "target_layer_ids",
+    *("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+)
 _ALIASES = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -242,14 +247,15 @@ def _fields(draft: DraftFiles, target: TargetModel, tensors: Tensors, rows: int)
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
-    kinds = config.get("layer_types")
+    kinds, reader = config.get("layer_types"), ConfigReader(config)
     if kinds is None:
-        return None
+        if not reader.flag("use_sliding_window") or config.get("sliding_window") is None:
+            return None
+        first = first_window_layer(config)
+        return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(known):
-        raise ConfigReader(config).fail(
-            "layer_types", f"{num_layers} of full_attention or sliding_attention"
-        )
+        raise reader.fail("layer_types", f"{num_layers} of full_attention or sliding_attention")
     return kinds
 
 
@@ -285,10 +291,8 @@ def _target_layers(config: Mapping[str, Any], target: TargetModel, more: int) ->
     `more`: spec_layer_shift.
     """
     num_layers = target.fields.num_hidden_layers
-    key, shift = "target_layer_ids", 1
-    if config.get(key) is None and config.get("aux_hidden_state_layer_ids") is not None:
-        key, shift = "aux_hidden_state_layer_ids", 0
-    ids = config.get(key)
+    key = next((key for key in _LAYER_KEYS if config.get(key) is not None), _LAYER_KEYS[0])
+    shift, ids = int(key == _LAYER_KEYS[0]), config.get(key)
     expected = f"layers of the target, {-shift} to {num_layers - 1 - shift}, in the order of fc"
     if not isinstance(ids, list) or not ids:
         raise ConfigReader(config).fail(key, expected)

@@ -51,11 +51,15 @@ class DSpark:
             raise reader.fail(
                 "final_logit_softcapping", "none of a Markov head, which adds to logits before it"
             )
+        for key in ("output_multiplier", "logit_scale"):
+            if rank and reader.positive_float(key, default=1.0) != 1:
+                raise reader.fail(key, "1 for a Markov head, whose bias would be scaled, too")
         of_speculators = "transformer_layer_config" in config
+        separate = reader.flag("dspark_bonus_anchor", default=of_speculators)
         confidence = "the engine measures how many tokens are accepted"
         head = BlockHead(
             options=_markov_options(draft, rank) if rank else {},
-            from_anchor=reader.flag("sample_from_anchor", default=not of_speculators),
+            from_anchor=reader.flag("sample_from_anchor", default=not separate),
             topk=min(MAX_DRAFT_TOPK, _drafted(draft, target)),
             drafter=None if rank else "dflash",
             ignored={name: confidence for name in draft.tensors if "confidence_head." in name},

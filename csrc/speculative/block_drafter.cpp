@@ -238,6 +238,12 @@ void BlockDrafter::finish_loading(const Context& ctx, const TargetParts& target)
   copy_to_device(ctx.device, predicting_, predicting.data(),
                  static_cast<int64_t>(4 * predicting.size()), ctx.stream);
   fill_bytes(ctx.device, zeros_, 0, int64_t{4} * limits_.max_seqs * (num_rows_ - 1), ctx.stream);
+  if (has_mask_embedding_ && model().embed_scale != 1) {
+    embedding(ctx, {.out = mask_embedding_,
+                    .table = mask_embedding_,
+                    .ids = zeros_,
+                    .scale = model().embed_scale});
+  }
   synchronize(ctx.device, ctx.stream);  // the arrays lie in pageable memory
 }
 

@@ -51,8 +51,21 @@ CASES = {
     "DFlash, use_swa of full layers": Case(
         "dflash", {"layer_types": ["full_attention"] * 2, "dflash_config": {"use_swa": True}}
     ),
+    "DFlash, windows of the last layers": Case(
+        "dflash", {"layer_types": None, "use_sliding_window": True, "max_window_layers": 1}
+    ),
     "DFlash, window of a block": Case("dflash", {"sliding_window": 8}),
     "DFlash, mask_embedding": Case("dflash", extra={"mask_embedding": tensor(HIDDEN, seed=5)}),
+    "DFlash, scaled mask_embedding": Case(
+        "dflash", {"input_embedding_scale": 3.0}, extra={"mask_embedding": tensor(HIDDEN, seed=5)}
+    ),
+    "DFlash, layers by their inputs": Case(
+        "dflash",
+        {
+            "dflash_config": {"target_layer_ids": None},
+            "eagle_aux_hidden_state_layer_ids": [2, 0],
+        },
+    ),
     "DFlash, biases": Case("dflash", {"attention_bias": True}),
     "DFlash, sinks": Case("dflash", extra=SINKS),
     "DFlash, norms around zero": Case("dflash", {"use_gemma_norm": True}),
@@ -112,6 +125,7 @@ CASES = {
     "DFlash2, causal": Case("dflash2", {"is_causal": True, "layer_types": None}),
     "DSpark": Case("dspark"),
     "DSpark, confidence without Markov": Case("dspark", {"confidence_head_with_markov": False}),
+    "DSpark, the root's row does not predict": Case("dspark", {"dspark_bonus_anchor": True}),
     "DSpark, reduced vocabulary": Case("dspark", REDUCED),
     "DSpark of rank 0": Case("dspark", {"markov_rank": 0, "enable_confidence_head": False}),
     "DSpark of speculators": Case("dspark", speculators(**REDUCED)),

@@ -65,6 +65,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dspark", {"final_logit_softcapping": 30.0}),
         "final_logit_softcapping is 30.0",
     ),
+    "a Markov head and a scale": (
+        Case("dspark", {"logit_scale": 0.5}),
+        "logit_scale is 0.5, expected 1",
+    ),
     "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
     "another embedding": (
         Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),

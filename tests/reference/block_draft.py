@@ -68,11 +68,12 @@ class NumpyBlock:
         self.block_size = int(config["block_size"])
         is_speculators = "transformer_layer_config" in config
         is_dspark = "DSpark" in str(config["architectures"]) or "markov_rank" in config
-        self.from_anchor = config.get("sample_from_anchor", is_dspark and not is_speculators)
+        separate = config.get("dspark_bonus_anchor", is_speculators)
+        self.from_anchor = config.get("sample_from_anchor", is_dspark and not separate)
         self.depth = self.block_size if self.from_anchor else self.block_size - 1  # D
-        self.layers = config.get("aux_hidden_state_layer_ids")
-        if self.layers is None:
-            self.layers = [layer + 1 for layer in config["target_layer_ids"]]
+        self.layers = [layer + 1 for layer in config.get("target_layer_ids") or []]
+        for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+            self.layers = self.layers or config.get(key)
         self.topk = config.get("selector_top_k", OF_DSPARK if is_dspark else CANDIDATES)
         self.has_pairs = any("codebook" in n or "markov_w1" in n for n in self.weights)
 
@@ -80,7 +81,7 @@ class NumpyBlock:
 
     def window(self, layer: int) -> int:
         """0: none."""
-        kinds = self.config.get("layer_types") or ["full_attention"] * self._num_layers
+        kinds = self._kinds or ["full_attention"] * self._num_layers
         if self.config.get("use_swa") and "sliding_attention" not in kinds:
             kinds = ["sliding_attention"] * self._num_layers
         if kinds[layer] == "full_attention":
@@ -95,8 +96,16 @@ class NumpyBlock:
         of_speculators = "transformer_layer_config" in self.config
         if of_speculators and self.config.get("sliding_window_non_causal", True):
             return False
-        kinds = self.config.get("layer_types")  # use_swa alone makes no layer causal
+        kinds = self._kinds  # use_swa alone makes no layer causal
         return kinds is not None and kinds[layer] == "sliding_attention"
+
+    @property
+    def _kinds(self) -> list[str] | None:
+        if "layer_types" in self.config or not self.config.get("use_sliding_window"):
+            return self.config.get("layer_types")
+        full = min(self.config.get("max_window_layers", 28), self._num_layers)
+        windows = ["sliding_attention"] * (self._num_layers - full)
+        return ["full_attention"] * full + windows
 
     @property
     def _num_layers(self) -> int:
@@ -134,8 +143,8 @@ class NumpyBlock:
         if "mask_embedding" in self.weights:
             mask = self.weights["mask_embedding"]
         else:
-            mask = table[self.config["mask_token_id"]] * scale
-        return np.stack([table[root] * scale, *[mask] * (self.block_size - 1)])
+            mask = table[self.config["mask_token_id"]]
+        return np.stack([table[root], *[mask] * (self.block_size - 1)]) * scale
 
     def block(self, x: Array, context: Sequence[tuple[Array, Array]]) -> Array:
         """Hidden states [B, H] after the final norm, from the inputs x of the block's rows."""
