@@ -318,7 +318,8 @@ def device_count() -> int:
     """Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build."""
 
 def device_info(index: int) -> dict[str, typing.Any]:
-    """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
+    """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version,
+    code_capability (of this build's kernels that the device runs)."""
 
 def first_outside(ids: list[int], vocab_size: int) -> int:
     """Place of the first item that is no int from 0 to vocab_size - 1; -1: there is none."""

@@ -20,6 +20,8 @@ measure such requests.
 
 The prefix cache is off: each prompt is computed.
 
+--sequences measures many sequences side by side (`cpmcu/benchmarks/sequences.py`).
+
 --needle measures no speed. It asks for numbers in long texts, with sparse and with dense attention
 (`cpmcu/benchmarks/needle.py`).
 
@@ -42,6 +44,8 @@ from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.drafters import drafters_table, run_drafters, shifted
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.progress import BenchProgress
+from cpmcu.benchmarks.report import device_facts, model_facts, report
+from cpmcu.benchmarks.sequences import parse_counts, run_sequences, sequences_table
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
 from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE, TreeOptions
@@ -88,6 +92,18 @@ class BenchOptions:
         "layers -1, 0 and +1 from those of its files",
         brief="",
     )
+    sequences: str | None = option(
+        None,
+        "instead, tokens/s of so many sequences side by side, through LLM.generate; --decode is "
+        "the tokens of each, --contexts one length",
+        metavar="N,N",
+        brief="compare numbers of sequences: 1,8,32",
+    )
+    report: bool = option(
+        False,
+        "print the result as a block to paste into an issue: card, driver, code path, model, times",
+        brief="print a block to paste into an issue",
+    )
     json: bool = option(
         False, "print JSON instead of a table", brief="print JSON instead of a table"
     )
@@ -102,7 +118,6 @@ class BenchOptions:
         "also draw each kernel's share of its roofline; FILE: output of scripts/bench/bench_*.py "
         "--json",
         metavar="FILE",
-        brief="also draw kernels' shares of the roofline",
     )
     needle: bool = option(
         False,
@@ -113,7 +128,8 @@ class BenchOptions:
     needle_texts: int = option(2, "texts of each length for --needle")
 
     def __post_init__(self) -> None:
-        kinds = ("drafters", "tap_shift", "needle", "plot")  # each is a benchmark of its own
+        # Each is a benchmark or an output of its own.
+        kinds = ("drafters", "tap_shift", "needle", "sequences", "report", "plot")
         given = [f"--{name.replace('_', '-')}" for name in kinds if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are both given, expected one of them")
@@ -126,6 +142,12 @@ class BenchOptions:
             raise ValueError(
                 f"contexts is {self.contexts!r}, expected lengths from 1 on, separated by commas"
             )
+        if self.report and self.json:
+            raise ValueError("--report is given with --json, expected one of them")
+        if self.sequences is not None:
+            parse_counts(self.sequences)  # raises
+            if len(self.lengths) > 1:
+                raise ValueError(f"contexts is {self.contexts!r} with --sequences, expected one")
 
     @property
     def lengths(self) -> list[int]:
@@ -163,6 +185,10 @@ def run(config: EngineConfig, options: BenchOptions, progress: BenchProgress) ->
         return result | run_drafters(config, options.decode, progress)
     if options.tap_shift:
         return result | run_drafters(config, options.decode, progress, shifted(config))
+    if options.sequences is not None:
+        counts, (context,) = parse_counts(options.sequences), options.lengths
+        return result | run_sequences(config, counts, context, options.decode, progress)
+    result |= device_facts(device, config.device_index, result["build"])
     progress.note("measuring the device's bandwidth")
     ceilings = C.ceilings(device, config.device_index)
     result |= {
@@ -208,6 +234,7 @@ def run_plain(
         "dtype": loaded.spec.dtype,
         "chunk_length": loaded.engine.chunk_length,
         "weights_GB": weights / 1e9,
+        **model_facts(loaded, config),
         "load_s": load_s,
         "load_GB_per_s": weights / 1e9 / load_s,
         "rows": [dataclasses.asdict(row) for row in rows],
@@ -218,9 +245,10 @@ def run_plain(
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    if "tokens_per_request" in result:
+    if "tokens_per_request" in result or "sequences" in result:
         title = f"{result['model']}, {result['dtype']}, on {result['device']}, commit "
-        return "\n".join([title + result["build"].get("commit", "?"), *drafters_table(result)])
+        lines = sequences_table(result) if "sequences" in result else drafters_table(result)
+        return "\n".join([title + result["build"].get("commit", "?"), *lines])
     lines = [
         f"{result['model']}, {result['dtype']}, {result['weights_GB']:.2f} GB of weights, on "
         f"{result['device']}",
@@ -318,7 +346,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
         else:
             with progress.watched():
                 result = run(config, options, progress)
-            text = table(result)
+            text = report(result) if options.report else table(result)
         _print((json.dumps(result, indent=2) if options.json else text) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))

@@ -494,7 +494,8 @@ DeviceFacts device_facts(int index) {
   const DeviceInfo info = device_info({DeviceKind::kCuda, index});
   return py::dict("name"_a = info.name, "compute_capability"_a = info.compute_capability,
                   "total_bytes"_a = info.total_bytes, "free_bytes"_a = info.free_bytes,
-                  "sm_count"_a = info.sm_count, "driver_version"_a = info.driver_version);
+                  "sm_count"_a = info.sm_count, "driver_version"_a = info.driver_version,
+                  "code_capability"_a = code_capability());
 }
 
 using SourceFiles = std::map<std::string, std::string>;
@@ -528,7 +529,8 @@ void bind_engine(py::module_& m) {
   m.def("device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build.");
   m.def("device_info", &device_facts, py::arg("index"),
-        "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version.");
+        "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version,\n"
+        "code_capability (of this build's kernels that the device runs).");
   m.def("first_outside", &first_outside, py::arg("ids"), py::arg("vocab_size"),
         "Place of the first item that is no int from 0 to vocab_size - 1; -1: there is none.");
   m.def("token_bytes", &token_bytes, py::arg("ids"),

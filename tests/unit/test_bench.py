@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from cpmcu import bench
+from cpmcu import __version__, bench
 from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
 from cpmcu.benchmarks.progress import BenchProgress
+from cpmcu.benchmarks.report import CLUSTERS, HOPPER, PORTABLE, code_path
 from cpmcu.config import EngineConfig
 from cpmcu.shipped import shipped_model
 from cpmcu.ui.interrupts import announced
@@ -38,6 +40,11 @@ from tests.reference.tiny_modules import write_modules
         (["--kernels", "x.json"], "--kernels is given without --plot"),
         (["--drafters", "--plot", "x.png"], "--drafters and --plot are both given"),
         (["--drafters", "--needle"], "--drafters and --needle are both given"),
+        (["--sequences", "1,0"], "--sequences is '1,0', expected numbers from 1 to 256"),
+        (["--sequences", "8,257"], "--sequences is '8,257'"),
+        (["--sequences", "8", "--contexts", "64,128"], "with --sequences, expected one"),
+        (["--sequences", "8", "--report"], "--sequences and --report are both given"),
+        (["--report", "--json"], "--report is given with --json"),
         (["--plot", "x.png", "--kernels", "no/x"], "bench: no/x: No such file or directory"),
     ],
 )
@@ -134,6 +141,82 @@ def test_windows_shrink_to_the_free_context(capsys: pytest.CaptureFixture[str]) 
     assert speculation["depth"] == 4
     assert speculation["options"]["spec_tree_size"] == 24
     assert [line["context"] for line in speculation["chosen"]] == [1024]
+
+
+FEW = ["--device", "cpu", "--contexts", "64", "--decode", "4", "--num-threads", "1"]
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block names machine, code, model, options, times and the draft."""
+    extension_or_skip()
+    assert main(["--report", *FEW, "--max-num-seqs", "3", "--max-model-len", "512"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("```text", "```")
+    found = {line[:14].strip(): line[14:].strip() for line in lines[1:-1]}
+    assert found["cpmcu"].startswith(f"{__version__}, commit ")
+    assert found["cpmcu"].endswith("built for the CPU")
+    assert re.fullmatch(r"none: \S+ CPU, \d+ cores", found["card"])
+    assert (found["cuda"], found["code"]) == ("not used", "the CPU back end")
+    assert re.match(r"tiny-python-minicpm, dense, bfloat16, 0\.01 GB", found["model"])
+    assert found["memory"].endswith("limit 0.9 of the free memory; 3 sequences, 512 tokens of one")
+    step = re.match(
+        r"([\d.]+) ms a step .* ([\d.]+) tokens/s, .* x the floor", found["at 64 tokens"]
+    )
+    assert step is not None
+    assert float(step[1]) * float(step[2]) == pytest.approx(1000, rel=0.05)
+    assert found["draft"].startswith("depth 4, ")
+    assert "accept length" in found["drafted at 64"] and "accept length" in found["chosen at 64"]
+
+
+def test_report_without_a_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    extension_or_skip()
+    flags = ["--report", *FEW, "--no-speculation", "--kv-cache-dtype", "fp8_e4m3"]
+    assert main([*flags, "--model-path", "tiny-python-minicpm-w4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^model +\S+, gptq, 4 bits, groups of \d+, ", shown, re.MULTILINE)
+    assert "KV cache fp8_e4m3" in shown and re.search(r"^draft +none$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("capability", "code", "archs", "path"),
+    [
+        (90, 90, ["90a"], HOPPER),
+        (90, 90, ["90"], CLUSTERS),
+        (90, 80, ["80"], PORTABLE),
+        (80, 80, ["80", "90a"], PORTABLE),
+        (89, 89, ["89"], PORTABLE),
+        (120, 120, ["120"], CLUSTERS),
+    ],
+)
+def test_code_path(capability: int, code: int, archs: list[str], path: str) -> None:
+    assert code_path(capability, code, archs) == path
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_sequences(capsys: pytest.CaptureFixture[str], draft: bool) -> None:
+    extension_or_skip()
+    plain = [] if draft else ["--no-speculation"]
+    assert main(["--sequences", "3,1", *FEW, *plain, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["context"], result["decode"]) == (64, 4)
+    assert (result["draft"] is None) == (not draft)
+    assert [row["sequences"] for row in result["sequences"]] == [3, 1]
+    for row in result["sequences"]:
+        assert row["tokens_per_s"] > 0 and row["prompt_tokens_per_s"] > 0
+        of_one = row["tokens_per_s_of_one"] * row["sequences"]
+        assert of_one == pytest.approx(row["tokens_per_s"])
+        assert 1 <= row["tokens_per_step"] <= 5 and (draft or row["tokens_per_step"] == 1)
+    table = bench.table(result)
+    assert table.count("\n| 3 | ") == 1 and "█" in table
+
+
+def test_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    extension_or_skip()
+    flags = ["--sequences", "8", *FEW, "--no-speculation"]
+    assert main([*flags, "--max-num-seqs", "4"]) == 1
+    assert "max_num_seqs is 4, but 8 sequences" in capsys.readouterr().err
+    assert main([*flags, "--max-model-len", "60"]) == 1
+    assert "8 sequences of 69 tokens need a KV cache of 1024" in capsys.readouterr().err
 
 
 def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
