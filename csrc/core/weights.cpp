@@ -13,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -55,34 +56,72 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                      name, what, text_of(place)));
 }
 
-// The elements of a stored tensor that its destination takes: `run` elements of every `stride`,
-// beginning with element `begin`.
+// The elements of a stored tensor that its destination takes: of every `stride` elements, those in
+// `ranges`, which are `run` elements.
 struct Runs {
-  int64_t run, stride, begin;
+  int64_t run = 0, stride;
+  std::vector<WeightTable::Range> ranges;
 
-  explicit Runs(const WeightTable::Entry& entry) {
+  explicit Runs(const WeightTable::Entry& entry) : ranges(entry.ranges) {
     const std::vector<int64_t>& shape = entry.shape;
     const auto dim = static_cast<size_t>(std::max(entry.cut_dim, 0));
     int64_t inner = 1;
     for (size_t i = dim + 1; i < shape.size(); ++i) inner *= shape[i];
     stride = shape.empty() ? 1 : shape[dim] * inner;
-    run = entry.cut_dim < 0 ? stride : entry.destination.size(entry.cut_dim) * inner;
-    begin = entry.begin * inner;
+    if (entry.cut_dim < 0) ranges = {{0, shape.empty() ? 1 : shape[dim]}};
+    for (WeightTable::Range& range : ranges) {
+      range.begin *= inner, range.size *= inner;
+      run += range.size;
+    }
   }
   // The place in the stored tensor of element `index` of the destination.
-  int64_t place(int64_t index) const { return index / run * stride + index % run + begin; }
+  int64_t place(int64_t index) const { return find(index).begin; }
   // Cuts the elements [first, first + count) of the destination into ranges that are contiguous in
   // the stored tensor, and calls use(place, count) for each.
   template <typename Use>
   void each(int64_t first, int64_t count, const Use& use) const {
-    if (run == stride) return use(place(first), count);
+    if (run == stride) return use(first, count);
     while (count > 0) {
-      const int64_t length = std::min(count, run - first % run);
-      use(place(first), length);
+      const WeightTable::Range rest = find(first);
+      const int64_t length = std::min(count, rest.size);
+      use(rest.begin, length);
       first += length, count -= length;
     }
   }
+
+ private:
+  // The rest of the range that element `index` of the destination is in.
+  WeightTable::Range find(int64_t index) const {
+    int64_t within = index % run;
+    size_t i = 0;
+    while (within >= ranges[i].size) within -= ranges[i++].size;
+    return {index / run * stride + ranges[i].begin + within, ranges[i].size - within};
+  }
 };
+
+// The parts of `rank` of each section of a dimension of size `whole`, of which a rank has `part`.
+// `sections`, `part_sections`: the sizes of the sections up to a factor. Empty if the dimension
+// cannot be divided.
+std::vector<WeightTable::Range> divide(int64_t whole, const std::vector<int64_t>& sections,
+                                       int64_t part, const std::vector<int64_t>& part_sections,
+                                       int rank, int num_ranks) {
+  const int64_t sum = std::reduce(sections.begin(), sections.end());
+  const int64_t part_sum = std::reduce(part_sections.begin(), part_sections.end());
+  std::vector<WeightTable::Range> ranges;
+  int64_t first = 0;
+  for (size_t i = 0; i < sections.size(); ++i) {
+    const int64_t size = whole * sections[i] / sum, own = part * part_sections[i] / part_sum;
+    const int64_t parts = own > 0 ? size / own : 0;
+    if (size * sum != whole * sections[i] || own * part_sum != part * part_sections[i] ||
+        parts == 0 || parts * own != size || num_ranks % parts != 0) {
+      return {};
+    }
+    // If there are fewer parts than ranks, some ranks share one.
+    ranges.push_back({first + rank * parts / num_ranks * own, own});
+    first += size;
+  }
+  return ranges;
+}
 
 // Throws if one of `count` numbers of tensor `name`, starting at index `first` of the destination,
 // is NaN or infinite.
@@ -197,20 +236,30 @@ void WeightTable::add(const std::string& name, const Tensor& destination, bool r
   entries_[name] = std::move(entry);
 }
 
+void WeightTable::set_sections(const std::string& module, const std::vector<int64_t>& rows) {
+  const std::string prefix = module + ".";
+  for (auto it = entries_.lower_bound(prefix);
+       it != entries_.end() && it->first.starts_with(prefix); ++it) {
+    it->second.sections = rows;
+  }
+}
+
 void WeightTable::take_parts(const WeightTable& whole, int rank, int num_ranks) {
   for (auto& [name, entry] : entries_) {
     const auto found = whole.entries_.find(name);
     if (found == whole.entries_.end()) continue;
     const std::vector<int64_t> part = std::exchange(entry.shape, found->second.shape);
     bool divides = part.size() == entry.shape.size();
+    const auto sections_of = [](const Entry& of) {
+      return of.sections.empty() ? std::vector<int64_t>{1} : of.sections;
+    };
     for (size_t i = 0; divides && i < part.size(); ++i) {
       if (part[i] == entry.shape[i]) continue;
-      const int64_t parts = part[i] > 0 ? entry.shape[i] / part[i] : 0;
-      divides = entry.cut_dim < 0 && parts > 0 && parts * part[i] == entry.shape[i] &&
-                num_ranks % parts == 0;
-      if (!divides) break;
+      divides = entry.cut_dim < 0;
       entry.cut_dim = static_cast<int>(i);
-      entry.begin = rank * parts / num_ranks * part[i];  // fewer parts than ranks: some share one
+      entry.ranges = divide(entry.shape[i], sections_of(found->second), part[i], sections_of(entry),
+                            rank, num_ranks);
+      divides &= !entry.ranges.empty();
     }
     CHECK(divides, "tensor \"{}\" of shape {} cannot be divided among {} GPUs into {}", name,
           text_of(entry.shape), num_ranks, text_of(part));

@@ -15,17 +15,25 @@ namespace cpmcu {
 
 class WeightTable {
  public:
+  struct Range {
+    int64_t begin = 0, size = 0;
+  };
   struct Entry {
     Tensor destination;
     bool required = true;
     bool loaded = false;
-    std::vector<int64_t> shape{};  // in the checkpoint
-    // The destination is a range of this dimension, from `begin` on. -1: it is the whole tensor.
+    std::vector<int64_t> shape{};     // in the checkpoint
+    std::vector<int64_t> sections{};  // as in set_sections
+    // The destination has these ranges of this dimension, one after another. -1: it is the whole
+    // tensor.
     int cut_dim = -1;
-    int64_t begin = 0;
+    std::vector<Range> ranges{};
   };
 
   void add(const std::string& name, const Tensor& destination, bool required = true);
+  // The tensors of `module` are stacks of sections with these numbers of rows, such as q, k and v.
+  // Each section is divided by itself.
+  void set_sections(const std::string& module, const std::vector<int64_t>& rows);
   // `whole`: the table of the undivided model. If a tensor is larger there, its destination takes
   // the part of `rank`. Throws if a tensor cannot be divided.
   void take_parts(const WeightTable& whole, int rank, int num_ranks);

@@ -133,6 +133,10 @@ class GatedDeltaNetBlock : public Block {
     table.add(module + "A_log", a_log_);
     table.add(module + "dt_bias", dt_bias_);
     table.add(module + "norm.weight", norm_);
+    const int64_t keys = int64_t{shape_.num_key_heads} * shape_.key_dim;
+    for (const char* name : {"conv1d", "in_proj_qkv"}) {
+      table.set_sections(module + name, {keys, keys, shape_.value_columns()});
+    }
   }
 
   void finish_loading(const Context& ctx) override {

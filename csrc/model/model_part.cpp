@@ -12,7 +12,8 @@ namespace cpmcu {
 namespace {
 
 // Blocks that can be divided.
-constexpr std::array<std::string_view, 4> kKinds{"attention", "sparse_attention", "mlp", "moe"};
+constexpr std::array<std::string_view, 5> kKinds{"attention", "sparse_attention", "mlp", "moe",
+                                                 "gated_delta_net"};
 
 class Divider {
  public:
@@ -66,6 +67,7 @@ class Divider {
           "expected tensor_parallel_size 1",
           num_ranks_, layer, block.kind);
     if (block.kind == "moe") return moe(block, name + "mlp.");
+    if (block.kind == "gated_delta_net") return gated_delta_net(block, name + "linear_attn.");
     return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
   }
 
@@ -96,6 +98,28 @@ class Divider {
                  mlp + "experts.0.");
     const int shared = block.params.integer("shared_intermediate_size", 0);
     if (shared > 0) divide_width("shared_intermediate_size", shared, mlp + "shared_expert.");
+    return block;
+  }
+
+  // Divides key heads with their value heads.
+  BlockSpec gated_delta_net(BlockSpec block, const std::string& module) const {
+    const auto divide_heads = [&](const char* field, const char* key) {
+      const int heads = divide(module, key, block.params.integer(field, 0));
+      block.params.set(field, int64_t{heads});
+      return int64_t{heads};
+    };
+    const int64_t key_heads = divide_heads("num_key_heads", "linear_num_key_heads");
+    const int64_t value_heads = divide_heads("num_value_heads", "linear_num_value_heads");
+    const int64_t keys = key_heads * block.params.integer("key_head_dim", 0);
+    const int64_t values = value_heads * block.params.integer("value_head_dim", 0);
+    if (block.params.flag("fused_projections", false)) {
+      check_rows(module + "in_proj_qkvz", 2 * (keys + values));
+      check_rows(module + "in_proj_ba", 2 * value_heads);
+    } else {
+      for (const int64_t rows : {keys, values}) check_rows(module + "in_proj_qkvz", rows);
+      check_rows(module + "in_proj_ba", value_heads);
+    }
+    check_inputs(module + "out_proj", values);
     return block;
   }
 

@@ -33,6 +33,7 @@ from tests.engine.test_masked_steps import one as masked_output
 from tests.engine.test_swap_space import ROOM, engine_of, runner_of, submit_and_check
 from tests.reference.engines import extension_or_skip, load_tiny, prompt_logits
 from tests.reference.tiny_checkpoints import ARCHITECTURES, tiny_config, write_tiny
+from tests.reference.tiny_hybrid import HYBRIDS
 
 C = extension_or_skip()
 
@@ -87,7 +88,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("family", [*sorted(ARCHITECTURES), *HYBRIDS])
 def test_families(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     sizes: dict[str, Any] = {key: size for key, size in SIZES.items() if key in config}
@@ -293,9 +294,9 @@ def test_heads_that_cannot_be_divided(
 
 
 def test_blocks_that_cannot_be_divided(tmp_path: Path) -> None:
-    models = Models(tmp_path, "cpu", num_ranks=2)
-    with pytest.raises(ValueError, match="layer 0 has a block of kind gated_delta_net, which runs"):
-        models.engine("qwen3_5", None)
+    models = Models(tmp_path, "cpu", num_ranks=2, num_hidden_layers=4)
+    with pytest.raises(ValueError, match="layer 0 has a block of kind short_conv, which runs"):
+        models.engine("lfm2", None)
 
 
 def test_groups_that_cannot_be_divided(tmp_path: Path) -> None:

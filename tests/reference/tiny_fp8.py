@@ -77,14 +77,19 @@ def write_fp8(
     dequantised: bool = False,
     keep: tuple[str, ...] = (),
     drop: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (),
 ) -> Path:
-    """Writes config.json and one file. Modules whose names end in `keep` stay dense."""
+    """Writes config.json and one file. Modules whose names end in `keep` stay dense.
+
+    `extra`: last words of names that are quantised beside those that end in "_proj".
+    """
     rows, columns, suffix, scale_dtype, quant = KINDS[kind]
     stored = getattr(torch, dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, array in weights.items():
         module = name.removesuffix(".weight")
-        taken = module.rpartition(".")[2].endswith("_proj") or module.endswith(".fc")
+        leaf = module.rpartition(".")[2]
+        taken = leaf.endswith("_proj") or leaf in ("fc", *extra)
         taken = taken and name.endswith(".weight") and not module.endswith(keep or ("-",))
         if not taken:
             tensor = torch.from_numpy(np.ascontiguousarray(array))

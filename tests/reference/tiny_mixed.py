@@ -4,7 +4,8 @@
     write_mixed(tmp_path / "mixed", tiny.config, tiny.weights, forms, quant)
     write_mixed(tmp_path / "twin", tiny.config, tiny.weights, forms, None)
 
-The first part that a module's name contains decides. Each form decodes its own tensors by the
+The first part that a module's name contains decides. Names that do not end in "_proj" are dense,
+unless a part is the last word of the name. Each form decodes its own tensors by the
 formula of the library that defines the format, so the twin depends on the stored bits only:
 
 | form | formula |
@@ -78,7 +79,7 @@ def write_mixed(
 
 def form_of(module: str, forms: Mapping[str, str]) -> str:
     leaf = module.rpartition(".")[2]
-    if not leaf.endswith("_proj"):
+    if not leaf.endswith("_proj") and leaf not in forms:
         return "dense"
     return next((form for part, form in forms.items() if part in module), "dense")
 
