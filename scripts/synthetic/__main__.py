@@ -35,9 +35,9 @@ except in gptq.
     int8   8 bits with one scale for a row (compressed-tensors)
     q4_k_m a GGUF file, DIR/model.gguf, with a tokenizer of bytes and without RoPE scaling
 
-The experts of qwen3-30b-a3b and qwen3.5-35b-a3b are chosen about equally often. With --set
-common_experts=2 nearly every token chooses experts 0 and 1, a quarter of its eight, so neighbours
-share them.
+The experts of qwen3-30b-a3b, qwen3.5-35b-a3b and qwen3.5-122b-a10b are chosen about equally often.
+With --set common_experts=2 nearly every token chooses experts 0 and 1, a quarter of its eight, so
+neighbours share them.
 
 To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
 (tensors.py).

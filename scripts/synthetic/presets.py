@@ -169,6 +169,19 @@ PRESETS: dict[str, Preset] = {
         QWEN35_GENERATION,
         hybrid_tensors,
     ),
+    "qwen3.5-122b-a10b": Preset(
+        hybrid_moe(
+            hidden_size=3072,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            linear_num_value_heads=64,
+            moe_intermediate_size=1024,
+            shared_expert_intermediate_size=1024,
+            num_experts=256,
+        ),
+        QWEN35_GENERATION,
+        hybrid_tensors,
+    ),
     "gpt-oss-20b": Preset(
         gpt_oss(
             hidden_size=2880,

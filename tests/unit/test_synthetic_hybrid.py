@@ -100,6 +100,7 @@ def test_4_bits(preset: str, tmp_path: Path) -> None:
         ("qwen3.5-9b", 9.20, 0.243),
         ("qwen3.5-27b", 27.3, 0.425),
         ("qwen3.5-35b-a3b", 35.5, 0.845),
+        ("qwen3.5-122b-a10b", 124.6, 2.5),
     ],
 )
 def test_parameter_counts(preset: str, billions: float, head: float) -> None:
