@@ -5,15 +5,16 @@ tokens before it are known.
 
     context   c = hidden_norm(fc [f1 | f2 | f3])      f = residual streams entering three layers
               each layer's keys and values of a token before p come from c alone
-    block     x = [e, m, m, ...]                      e = the anchor's embedding, m = mask_embedding
+    block     x = s [e, m, m, ...]                    e = the anchor's embedding, m = mask_embedding
               x = x + attention(norm(x))              rows p, p + 1, ... see c and their block
               x = x + mlp(norm(x))
-              logits = target.head(norm(x))
+              logits = target's lm_head(norm(x))
     dspark    logits = logits + W2 W1[previous token] row j predicts token p + j + 1
 
 Rows of dflash and jetspec fill their own place: row j predicts token p + j, so row 0 predicts
 nothing. A row of jetspec sees no later rows of its block. Attention is Qwen3's: queries and keys
-are normalised in each head. Embeddings are the target's times its scale_emb.
+are normalised in each head. s is the target's scale_emb. A scale of the target's logits is part of
+the norm's weight, since files with a Markov head have no such scale.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class Block(Head):
         context = torch.cat([state[:, :count] for state in states], dim=-1)
         context = self.hidden_norm(self.fc(context))
         root = target.embed(ids[:, anchors])[:, :, None]  # [B, A, 1, H]
-        masks = self.mask_embedding.to(root.dtype).expand(*root.shape[:2], num_rows - 1, -1)
+        mask_row = self.mask_embedding * self.config.embedding_multiplier
+        masks = mask_row.to(root.dtype).expand(*root.shape[:2], num_rows - 1, -1)
         x = torch.cat((root, masks), dim=2).flatten(1, 2)
         mask = self.block_mask(anchors, count)
         for layer in self.layers:
@@ -164,7 +166,7 @@ class Block(Head):
 
     def block_logits(self, x: Tensor, previous: Tensor, target: Target) -> Tensor:
         """Logits [..., V] of hidden states [..., H]. `previous` [...]: the tokens before."""
-        logits = target.head(x)
+        logits = target.model.lm_head(x)
         if self.markov_head is None:
             return logits
         return logits + self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
@@ -204,10 +206,10 @@ class Block(Head):
         self.fc.weight.mul_(PASSED_NOISE)
         self.fc.weight[:, -size:].diagonal().add_(1)
         self.hidden_norm.weight.copy_(target.layers[-1].input_layernorm.weight)
-        self.norm.weight.copy_(target.model.model.norm.weight)
-        every = target.embed(torch.arange(target.vocab_size, device=target.device))
+        self.norm.weight.copy_(target.model.model.norm.weight * target.head_scale)
+        table = target.model.get_input_embeddings().weight
         self.mask_embedding.copy_(torch.randn(size, generator=generator))
-        self.mask_embedding.mul_(every.std().to(self.mask_embedding))
+        self.mask_embedding.mul_(table.float().std().to(self.mask_embedding))
 
     def architecture(self) -> dict[str, Any]:
         """`mask_token_id` is a placeholder: the file has a mask_embedding."""
@@ -220,7 +222,6 @@ class Block(Head):
             "block_size": self.num_rows,
             "input_embedding_scale": float(self.config.embedding_multiplier),
             "num_target_layers": self.target["num_hidden_layers"],
-            "output_multiplier": 1 / self.config.logits_scaling,
             "tie_word_embeddings": False,
         }
         if self.markov_head is not None:

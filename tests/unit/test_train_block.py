@@ -208,7 +208,7 @@ def walk(recipe: SimpleNamespace, head: Any, target: Any, text: list[int]) -> li
     x = head.run(torch.tensor([len(text) - 1]), ids, states, target)[0, 0]
     chain, previous = [], text[-1]
     for row in x:
-        candidates = target.head(row).topk(CANDIDATES).indices
+        candidates = target.model.lm_head(row).topk(CANDIDATES).indices
         logits = head.block_logits(row, torch.tensor(previous), target)
         previous = int(candidates[logits[candidates].argmax()])
         chain.append(previous)
