@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HOPPER = "fused layers, TMA and wgmma"
 CLUSTERS = "portable kernels (cp.async, mma.sync) with clusters and programmatic launches"
+LAUNCHES = "portable kernels (cp.async, mma.sync) with programmatic launches"
 PORTABLE = "portable kernels (cp.async, mma.sync)"
 
 
@@ -25,6 +26,8 @@ def code_path(capability: int, code_capability: int, archs: Sequence[str]) -> st
     """
     if capability == 90 and "90a" in archs:
         return HOPPER
+    if code_capability >= 120:
+        return LAUNCHES
     return CLUSTERS if code_capability >= 90 else PORTABLE
 
 

@@ -19,7 +19,7 @@ from cpmcu import __version__, bench
 from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
 from cpmcu.benchmarks.progress import BenchProgress
-from cpmcu.benchmarks.report import CLUSTERS, HOPPER, PORTABLE, code_path
+from cpmcu.benchmarks.report import CLUSTERS, HOPPER, LAUNCHES, PORTABLE, code_path
 from cpmcu.config import EngineConfig
 from cpmcu.shipped import shipped_model
 from cpmcu.ui.interrupts import announced
@@ -185,7 +185,9 @@ def test_report_without_a_draft(capsys: pytest.CaptureFixture[str]) -> None:
         (90, 80, ["80"], PORTABLE),
         (80, 80, ["80", "90a"], PORTABLE),
         (89, 89, ["89"], PORTABLE),
-        (120, 120, ["120"], CLUSTERS),
+        (100, 100, ["100"], CLUSTERS),
+        (120, 120, ["120"], LAUNCHES),
+        (120, 80, ["80"], PORTABLE),
     ],
 )
 def test_code_path(capability: int, code: int, archs: list[str], path: str) -> None:

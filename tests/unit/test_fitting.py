@@ -7,6 +7,7 @@ with sm_86, which need not be here.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def test_defaults_of_each_size(plan: Plan, name: str, gigabytes: float) -> None:
     rows = engine.memory_plan()
     used = max(row["offset"] + row["bytes"] for row in rows)
     assert 0.97 * gigabytes * 1e9 <= used <= gigabytes * 1e9 or expected[0] == 131_072
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [("llama3.1-8b", "Llama-3.1-8B"), ("qwen3.5-27b", "Qwen3.5-27B")]
+)
+def test_the_page_on_gpus_has_these_lengths(plan: Plan, name: str, title: str) -> None:
+    """The row without flags; 2 % apart at most, as a build with CUDA plans a little more."""
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text("utf-8")
+    (row,) = re.findall(rf"^\| {title}.*? \| none \|(.*)\|$", page, re.MULTILINE)
+    cells = [cell.split("(")[0].strip() for cell in row.split("|")]
+    for gigabytes, cell in zip(DEFAULTS[name], cells, strict=True):
+        if cell == "-":
+            assert DEFAULTS[name][gigabytes] is None
+            continue
+        engine = plan(name, gigabytes).engine
+        stated = 131072 if cell == "all" else int(cell.replace(",", ""))
+        assert engine.max_model_len == pytest.approx(stated, rel=0.02)
 
 
 # (preset, GB, flags, what the sentence names)
