@@ -153,13 +153,14 @@ void BlockDrafter::layout(Carver& carver) {
            .seq_token_begin = ints(b + 1),
            .all_masks = carver.take<uint64_t>(b * num_rows_),
            .mask_rows = ints(b * (num_rows_ - 1))};
-  ids_ = ints(b * path);
-  positions_ = ints(b * path);
-  token_seqs_ = ints(b * path);
-  hidden_rows_ = ints(b * path);
-  seq_token_begin_ = ints(b + 1);
-  last_rows_ = ints(b);
-  draft_lengths_ = ints(limits_.max_slots);
+  context_rows_ = {.ids = ints(b * path),
+                   .positions = ints(b * path),
+                   .token_seqs = ints(b * path),
+                   .hidden_rows = ints(b * path),
+                   .ancestor_masks = carver.take<uint64_t>(b * path),
+                   .seq_token_begin = ints(b + 1),
+                   .last_rows = ints(b),
+                   .lengths = ints(limits_.max_slots)};
   predicting_ = ints(candidates);
   zeros_ = ints(b * (num_rows_ - 1));
   candidate_ids_ = ints(candidates * topk_);
@@ -313,28 +314,23 @@ StepTokens BlockDrafter::step_of(const DraftBatch& batch) const {
 }
 
 void BlockDrafter::process_accepted(const Context& ctx, const DraftBatch& batch) {
-  begin_draft(ctx, {.seq_slots = batch.seq_slots,
-                    .num_seqs = batch.num_seqs,
-                    .lengths = batch.slots.lengths,
-                    .accepted = batch.slots.accepted,
-                    .shifted = true,  // row j belongs to the hidden state of accepted token j
-                    .draft_lengths = draft_lengths_,
-                    .ids = ids_,
-                    .positions = positions_,
-                    .token_seqs = token_seqs_,
-                    .hidden_rows = hidden_rows_,
-                    .seq_token_begin = seq_token_begin_,
-                    .last_rows = last_rows_});
+  const MtpRows& rows = context_rows_;
+  mtp_rows(ctx, {.window = limits_.max_path,
+                 .num_seqs = batch.num_seqs,
+                 .seq_slots = batch.seq_slots,
+                 .slots = batch.slots,
+                 .beam = {.num_seqs = batch.num_seqs, .topk = 1, .depth = 1},
+                 .rows = rows});
   StepTokens tokens = step_of(batch);
   tokens.num_tokens = batch.num_seqs * limits_.max_path;
   tokens.max_seq_tokens = limits_.max_path;
-  tokens.positions = positions_;
-  tokens.token_seqs = token_seqs_;
-  tokens.seq_token_begin = seq_token_begin_;
-  tokens.slot_lengths = draft_lengths_;
+  tokens.positions = rows.positions;
+  tokens.token_seqs = rows.token_seqs;
+  tokens.seq_token_begin = rows.seq_token_begin;
+  tokens.slot_lengths = rows.lengths;
   const Tensor x = gathered_.rows(0, tokens.num_tokens);
-  gather_rows(ctx, {.out = x, .x = batch.accepted.layers, .index = hidden_rows_});
-  store_context(ctx, {.phase = Phase::kDecode, .ids = ids_, .tokens = tokens}, x);
+  gather_rows(ctx, {.out = x, .x = batch.accepted.layers, .index = rows.hidden_rows});
+  store_context(ctx, {.phase = Phase::kDecode, .ids = rows.ids, .tokens = tokens}, x);
 }
 
 Tensor BlockDrafter::run_block(const Context& ctx, const DraftBatch& batch) {

@@ -19,6 +19,7 @@
 
 #include "core/carver.h"
 #include "kernels/tree/lattice.h"
+#include "kernels/tree/mtp_rows.h"
 #include "speculative/drafter.h"
 #include "speculative/head_parts.h"
 
@@ -35,7 +36,11 @@ class BlockDrafter : public Drafter {
     return smaller_shapes(largest_, [this](int depth) { return most_nodes(depth); });
   }
   DraftShape shrunk(const DraftShape& limit) const override;
-  int lookahead(int depth) const override { return std::max(num_rows_, depth + 1); }
+  // Context rows of so many tokens are stored again in each step. So steps without a draft leave no
+  // gap, unless they emit more tokens.
+  int num_recent(int depth) const override { return std::max(depth + 1, kRepaired); }
+  int num_rewritten() const override { return limits_.max_path; }
+  int lookahead(int depth) const override { return std::max(num_rows_, num_recent(depth)); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override;
   void bind(const Arena& arena) override;
@@ -103,6 +108,8 @@ class BlockDrafter : public Drafter {
   HeadParts parts_;
 
  private:
+  static constexpr int kRepaired = 16;
+
   // A convolution around a block of a layer: both sides have weights from one projection.
   struct Conv {
     std::string name;
@@ -140,6 +147,7 @@ class BlockDrafter : public Drafter {
   StepTokens step_of(const DraftBatch& batch) const;
   // Stores the keys and values of the step's tokens from their hidden states x [T, m H].
   void store_context(const Context& ctx, const Step& step, const Tensor& x);
+  // Stores the context rows of the last tokens.
   void process_accepted(const Context& ctx, const DraftBatch& batch);
   // Runs the block. Returns the hidden states [B D, H] that predict, after the final norm.
   Tensor run_block(const Context& ctx, const DraftBatch& batch);
@@ -158,9 +166,7 @@ class BlockDrafter : public Drafter {
                  predicted_id_ = 0, delta_id_ = 0, mixed_id_ = 0, branch_id_ = 0;
   // Arrays for max_seqs sequences.
   BlockRowsParams rows_;
-  int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
-      *seq_token_begin_ = nullptr, *last_rows_ = nullptr;  // of the accepted tokens
-  int* draft_lengths_ = nullptr;                           // [slots]
+  MtpRows context_rows_;       // of the last tokens
   int* predicting_ = nullptr;  // [max_seqs, D] rows of the block that predict
   int* zeros_ = nullptr;       // [max_seqs * (R - 1)]
   int* candidate_ids_ = nullptr;

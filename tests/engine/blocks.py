@@ -91,7 +91,8 @@ class Pair:
         """One step of these sequences."""
         engine, slots = self.engine, [each.slot for each in sequences]
         for each in sequences:
-            assert engine.reserve(each.slot, len(each.text) + engine.tokens_per_step)
+            wanted = len(each.text) + engine.tokens_per_step
+            assert engine.reserve(each.slot, min(wanted, engine.max_model_len))
         drafts = engine.begin_masked(slots, shape)
         for each, (tokens, parents) in zip(sequences, drafts):
             depth = self.shape if shape is None else shape[0]

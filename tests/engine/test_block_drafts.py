@@ -267,6 +267,22 @@ def test_many_steps_in_a_used_slot(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
+def test_steps_without_a_draft_leave_no_gap(kind: str, tmp_path: Path) -> None:
+    """Up to 16 tokens of such steps; prompts shorter than that, and longer ones."""
+    pair = Pair(tmp_path, Case(kind), TREE)
+    for length in (1, 5, 70):
+        each = pair.start(text_of(length), **SAMPLINGS["seeded"])
+        for plain in (1, 3, 11):
+            pair.step([each])
+            for _ in range(plain):
+                pair.step([each], (0, 1))
+            pair.step([each])
+        each.drafts = [draft for draft in each.drafts if draft[-1] > 0]
+        assert len(each.drafts) == 6
+        pair.check(each)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_sequences_of_a_batch_are_alone(kind: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, Case(kind), TREE, max_num_seqs=3)
     sequences = [pair.start(text_of(n), **SAMPLINGS["seeded"]) for n in (5, 64, 130)]
@@ -281,7 +297,7 @@ def test_a_block_at_the_end_of_the_context(kind: str, tmp_path: Path) -> None:
     """The rows of the last blocks have positions after the last one."""
     pair = Pair(tmp_path, Case(kind), TREE, max_model_len=128)
     each = pair.start(text_of(110))
-    while len(each.text) + pair.engine.tokens_per_step <= 128:
+    while len(each.text) + TREE["spec_num_iter"] < 128:
         pair.step([each])
     assert len(each.text) > 120
     pair.check(each)
