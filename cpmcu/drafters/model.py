@@ -31,6 +31,7 @@ class DraftModel:
         return (
             "model.embed_tokens.weight" in names
             and any(name.startswith("model.layers.0.") for name in names)
+            and not any(name.startswith("pre_projection.") for name in names)
             and not any(name.endswith(of_heads) and not _is_left_out(name) for name in names)
         )
 

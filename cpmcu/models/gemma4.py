@@ -237,6 +237,15 @@ def _full(
     }
 
 
+def stored_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
+    """Kind of layer -> the last layer of this kind that has keys and values of its own."""
+    reader = ConfigReader({**DEFAULTS, **config})
+    kinds = layer_kinds(reader, num_layers, FULL_INTERVAL)
+    kinds[-1] = KINDS[1]
+    owners = _kv_layers(reader, kinds)
+    return {kind: layer for layer, kind in enumerate(kinds) if owners[layer] is None}
+
+
 def _embed_scale(config: Mapping[str, Any]) -> float:
     """sqrt(hidden_size), in the dtype of the weights, as transformers computes it."""
     scale = np.float32(math.sqrt(ConfigReader(config).positive_int("hidden_size")))

@@ -1,6 +1,7 @@
-// C.ops of block drafters (kernels/tree/lattice.h, kernels/layer/block_conv.h).
+// C.ops of drafters that are no chain of EAGLE's kind: blocks, and drafts without keys.
 #include "kernels/bind_fields.h"
 #include "kernels/layer/block_conv.h"
+#include "kernels/tree/keyless_rows.h"
 #include "kernels/tree/lattice.h"
 
 namespace py = pybind11;
@@ -22,6 +23,16 @@ void bind_block_ops(py::module_& m) {
           field("positions", &Rows::positions), field("token_seqs", &Rows::token_seqs),
           field("seq_token_begin", &Rows::seq_token_begin), field("all_masks", &Rows::all_masks),
           field("mask_rows", &Rows::mask_rows));
+  using Keyless = KeylessRowsParams;
+  bind_op(m, "keyless_rows", keyless_rows, "csrc/kernels/tree/keyless_rows.h", py::kw_only(),
+          field("num_rows", &Keyless::num_rows),
+          shaped("seq_slots", &Keyless::seq_slots, 0, &Keyless::num_seqs),
+          field("lengths", &Keyless::lengths), field("next_tokens", &Keyless::next_tokens),
+          field("accepted", &Keyless::accepted), field("row_slots", &Keyless::row_slots),
+          field("positions", &Keyless::positions), field("token_seqs", &Keyless::token_seqs),
+          field("seq_token_begin", &Keyless::seq_token_begin), field("masks", &Keyless::masks),
+          field("root_ids", &Keyless::root_ids), field("hidden_rows", &Keyless::hidden_rows),
+          field("draft_lengths", &Keyless::draft_lengths));
   using Pairs = PairScoresParams;
   bind_op(
       m, "pair_scores", pair_scores, lattice_h, py::kw_only(),

@@ -47,6 +47,7 @@ class ModelState {
   // may read rows that were never written, so planes begin as zero. Such a model also writes
   // entries again, so all its planes are in group 0, which keeps the entries before a window.
   ModelState(std::string scope, bool has_gaps) : scope_(std::move(scope)), has_gaps_(has_gaps) {}
+  const std::string& scope() const { return scope_; }
   ModelState(const ModelState&) = delete;
   ModelState& operator=(const ModelState&) = delete;
 

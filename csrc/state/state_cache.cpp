@@ -15,6 +15,13 @@ ModelState& StateCache::add_model(const std::string& scope, bool has_gaps) {
   return *models_.back();
 }
 
+ModelState& StateCache::model(const std::string& scope) const {
+  const auto found =
+      std::ranges::find_if(models_, [&](const auto& model) { return model->scope() == scope; });
+  CHECK_STATE(found != models_.end(), "no model \"{}\" was added", scope);
+  return **found;
+}
+
 void StateCache::plan_slots(MemoryPlan& plan, int num_slots, int max_entries) {
   num_slots_ = num_slots;
   max_pages_ = pages_for(max_entries);

@@ -25,6 +25,8 @@ class StateCache {
   // Adds the state of one model, which lives as long as the cache. Call it before memory is
   // planned.
   ModelState& add_model(const std::string& scope, bool has_gaps = false);
+  // The state of a model that was added before.
+  ModelState& model(const std::string& scope) const;
 
   // `max_entries`: tokens of a slot, those of a step in flight included.
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);

@@ -23,6 +23,16 @@ def hf_states(
 ) -> tuple[Array, Array]:
     """(logits [T, V], hidden states after the final norm [T, H]), float32."""
     import torch
+
+    model = hf_model(config, weights)
+    with torch.no_grad():
+        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+    return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()
+
+
+def hf_model(config: Mapping[str, Any], weights: Mapping[str, Array]) -> Any:
+    """The model of transformers, float32."""
+    import torch
     import transformers
 
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
@@ -53,9 +63,7 @@ def hf_states(
     missing, unexpected = model.load_state_dict(state, strict=False)
     towers = ("model.visual.", "model.vision")
     assert not unexpected and all(name.startswith(towers) for name in missing), missing
-    with torch.no_grad():
-        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
-    return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()
+    return model
 
 
 def fold_minicpm(

@@ -1,0 +1,35 @@
+// The rows of a draft that keeps no keys: it reads the target's. All rows are at position L, that
+// of the root, and see the L cached entries alone. So each row is a sequence of its own, of one
+// token.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/step/accepted.h"
+#include "kernels/step/step_tokens.h"
+
+namespace cpmcu {
+
+struct KeylessRowsParams {
+  int num_seqs = 0;                  // B
+  int num_rows = 0;                  // k, rows of each sequence
+  const int* seq_slots = nullptr;    // [B]
+  const int* lengths = nullptr;      // [slots] L
+  const int* next_tokens = nullptr;  // [slots]
+  Accepted accepted{};
+  int* row_slots = nullptr;        // [B k] out
+  int* positions = nullptr;        // [B k] out: L
+  int* token_seqs = nullptr;       // [B k] out: the row itself
+  int* seq_token_begin = nullptr;  // [B k + 1] out
+  uint64_t* masks = nullptr;       // [B k] out: 0, no entry from L on
+  int* root_ids = nullptr;         // [B] out
+  int* hidden_rows = nullptr;      // [B] out: Accepted::hidden_row of the token at L - 1
+  int* draft_lengths = nullptr;    // [slots] out: L - max(counts, 1), as begin_draft leaves it
+};
+
+inline void check_keyless_rows(const KeylessRowsParams& p) {
+  CHECK(p.num_seqs >= 0 && p.num_rows >= 1, "keyless_rows: {} sequences of {} rows, expected rows",
+        p.num_seqs, p.num_rows);
+}
+REGISTER_OP(keyless_rows, KeylessRowsParams)
+
+}  // namespace cpmcu
