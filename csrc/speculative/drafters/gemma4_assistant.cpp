@@ -49,12 +49,13 @@ class Gemma4Assistant : public BeamDrafter {
       const std::string prefix = spec_.scope + "layers." + std::to_string(i) + ".";
       const Timeline phases[] = {kMixer, kMlp};
       for (size_t block = 0; block < 2; ++block) {
-        layers_.push_back(std::make_unique<Sublayer>(i, layer[block].kind,
-                                                     BlockConfig{.spec = model(),
-                                                                 .params = layer[block].params,
-                                                                 .prefix = prefix,
+        layers_.push_back(std::make_unique<Sublayer>(
+            i, layer[block].kind,
+            BlockConfig{.spec = model(),
+                        .params = layer[block].params,
+                        .prefix = prefix,
                         .scope = "",  // of the target, whose keys are read
-                                                                 .phase = phases[block]}));
+                        .phase = phases[block]}));
       }
     }
   }
