@@ -127,7 +127,7 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert "use_eagle3 is no" in refused(target, eagle3, use_eagle3=False)
     message = refused(target, eagle, method="medusa")
     assert "method is 'medusa', expected auto or one of: " in message
-    assert "eagle, eagle3, hierarchical," in message
+    assert "eagle, eagle3, gemma4_assistant, hierarchical," in message
     assert "ngram has no weights" in refused(target, eagle, method="ngram")
     assert "eagle needs weights" in refused(target, None, method="eagle")
     (eagle / "config.json").unlink()
