@@ -29,6 +29,7 @@ class DSpark:
     """A DSpark head with a vanilla Markov head, or without one."""
 
     has_checkpoint = True
+    also_named = ("dflash",)  # those of rank 0 are published as DFlash
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         named = "DSpark" in str(config.get("architectures"))

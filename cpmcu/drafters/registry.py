@@ -91,6 +91,8 @@ class Drafter(Protocol):
     A class with `in_target = True` is a head in the target's own checkpoint. It drafts by default,
     and `draft_model_path` may name another directory with such a head. `needs` says which files
     it needs, if that is more than a draft's directory.
+
+    `also_named` has methods of other kinds under which users know such files.
     """
 
     has_checkpoint: bool
@@ -192,8 +194,13 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
     if expected in matching:
         return expected, _drafters[expected][0]
     if expected is not None:
+        for name in matching:
+            if expected in getattr(_drafters[name][0], "also_named", ()):
+                return name, _drafters[name][0]
         found = " or ".join(matching) or "of no known kind"
-        raise ValueError(f"the draft is {found}, expected {expected}")
+        raise ValueError(
+            f"the draft is {found}, expected {expected}: name no method, or another draft"
+        )
     others = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
     matching = others or matching
     if not matching:

@@ -36,6 +36,7 @@ class ModelFamily:
 _families: dict[str, ModelFamily] = {}
 
 _ENDINGS = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+_DRAFTS = ("dflash", "dspark", "eagle", "speculator")  # in architectures of draft heads
 # Block that the engine does not have -> architectures that need it.
 _MISSING = {
     "latent attention (MLA)": (
@@ -92,6 +93,11 @@ def find_model(config: Mapping[str, Any]) -> ModelFamily:
         raise ValueError(
             f"config.json: architecture {shown(found[0])} is not supported: it needs {missing}, "
             f"expected one of the families {', '.join(_family_names())}"
+        )
+    if any(part in found[0].lower() for part in _DRAFTS):
+        raise ValueError(
+            f"config.json: architecture {shown(found[0])} is that of a draft, expected a model: "
+            "name the draft's target, and the draft with --draft-model-path"
         )
     near = difflib.get_close_matches(found[0], _families, n=1, cutoff=0.0)
     raise ValueError(

@@ -220,9 +220,12 @@ def test_the_number_of_candidates_is_an_option(kind: str, tmp_path: Path) -> Non
     assert all(parents == [-1, 0, 1, 2, 3] for _, _, parents, _ in each.drafts)
 
 
-def test_keys_of_vllm_ask_for_a_chain(tmp_path: Path) -> None:
-    target, draft = write(tmp_path, Case("jetspec"))
-    keys = {"method": "jetspec", "model": str(draft.directory), "num_speculative_tokens": 5}
+@pytest.mark.parametrize(
+    ("kind", "method"), [("jetspec", "jetspec"), ("dflash2", "dflash"), ("dspark", "dspark")]
+)
+def test_keys_of_vllm_ask_for_a_chain(kind: str, method: str, tmp_path: Path) -> None:
+    target, draft = write(tmp_path, Case(kind))
+    keys = {"method": method, "model": str(draft.directory), "num_speculative_tokens": 5}
     speculation = SpeculativeConfig.from_mapping(keys)
     drive = Drive(load(target, None, {}, speculative_config=speculation))
     slot, _ = drive.start(text_of(20), max_tokens=9)

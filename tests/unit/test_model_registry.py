@@ -69,6 +69,12 @@ def test_unknown_architecture_is_named_with_the_supported() -> None:
     assert "the nearest name is " in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "Qwen3DSparkModel", "LlamaForCausalLMEagle3"])
+def test_a_draft_is_no_model(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.* of a draft.* --draft-model-path"):
+        find_model({"architectures": [name]})
+
+
 @pytest.mark.parametrize("found", [None, [], "LlamaForCausalLM", [3]])
 def test_invalid_architectures(found: object) -> None:
     with pytest.raises(ValueError, match=r"architectures is .* expected a list"):
