@@ -42,6 +42,7 @@ from cpmcu.models.reader import ConfigReader
 from cpmcu.quant.registry import plan_quant
 
 CANDIDATES = 16  # of a position, if the file does not say
+_CAP = "final_logit_softcapping"
 _NESTED = ("dflash_config", "dspark_config")  # the last one counts most
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Target layers by their outputs, else by their inputs.
@@ -242,7 +243,7 @@ def _fields(draft: DraftFiles, target: TargetModel, tensors: Tensors, rows: int)
         zero_centred_norms=reader.flag("use_gemma_norm"),
         embed_scale=reader.positive_float("input_embedding_scale", default=1.0),
         logit_scale=reader.positive_float("output_multiplier", default=scale),
-        logit_softcap=float(config.get("final_logit_softcapping") or 0),
+        logit_softcap=reader.positive_float(_CAP) if config.get(_CAP) else 0.0,
     )
 
 

@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dspark", {"logit_scale": 0.5}),
         "logit_scale is 0.5, expected 1",
     ),
+    "a cap that is no number": (
+        Case("dflash", {"final_logit_softcapping": "30"}),
+        "final_logit_softcapping is '30', expected a positive number",
+    ),
     "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
     "another embedding": (
         Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
