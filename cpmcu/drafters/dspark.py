@@ -52,9 +52,8 @@ class DSpark:
             raise reader.fail(
                 "final_logit_softcapping", "none of a Markov head, which adds to logits before it"
             )
-        for key in ("output_multiplier", "logit_scale"):
-            if rank and reader.positive_float(key, default=1.0) != 1:
-                raise reader.fail(key, "1 for a Markov head, whose bias would be scaled, too")
+        if rank and reader.positive_float("logit_scale", default=1.0) != 1:
+            raise reader.fail("logit_scale", "1 for a Markov head, whose bias it scales, too")
         of_speculators = "transformer_layer_config" in config
         separate = reader.flag("dspark_bonus_anchor", default=of_speculators)
         confidence = "the engine measures how many tokens are accepted"

@@ -125,6 +125,7 @@ CASES = {
     "DFlash2, causal": Case("dflash2", {"is_causal": True, "layer_types": None}),
     "DSpark": Case("dspark"),
     "DSpark, confidence without Markov": Case("dspark", {"confidence_head_with_markov": False}),
+    "DSpark, scaled logits": Case("dspark", {"output_multiplier": 0.3}),
     "DSpark, the root's row does not predict": Case("dspark", {"dspark_bonus_anchor": True}),
     "DSpark, reduced vocabulary": Case("dspark", REDUCED),
     "DSpark of rank 0": Case("dspark", {"markov_rank": 0, "enable_confidence_head": False}),
