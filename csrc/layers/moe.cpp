@@ -8,6 +8,7 @@
 // shared expert has the factor 1 and the activation of the others.
 #include <algorithm>
 
+#include "core/exchange.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/add_bias.h"
 #include "kernels/moe/moe_combine.h"
@@ -311,8 +312,10 @@ class MoeBlock : public Block {
         },
         shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
     if (!shape_.expert_bias) return;
+    const bool divided = ops.sums_over_ranks();
     ops.call(mlp_ + "experts.down_proj_bias", {}, {},
-             [this](const Context& ctx, const Step&, const Rows& rows) {
+             [=, this](const Context& ctx, const Step&, const Rows& rows) {
+               if (divided && ctx.exchange->rank > 0) return;  // the parts of all ranks are added
                add_bias(ctx, {.y = out_.rows(0, rows.count * shape_.top_k),
                               .bias = down_bias_,
                               .index = routing_.experts});

@@ -15,6 +15,8 @@ namespace {
 constexpr std::array<std::string_view, 5> kKinds{"attention", "sparse_attention", "mlp", "moe",
                                                  "gated_delta_net"};
 
+constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
+
 class Divider {
  public:
   Divider(const ModelSpec& whole, int num_ranks) : whole_(whole), num_ranks_(num_ranks) {}
@@ -37,7 +39,8 @@ class Divider {
   // Checks that the rank's inputs of a linear layer are whole groups of weights with one scale.
   void check_inputs(const std::string& module, int64_t inputs) const {
     if (whole_.linear_method_of(module) == "dense") return;
-    const int group = whole_.linear_options_of(module).group_size;
+    const LinearOptions& options = whole_.linear_options_of(module);
+    const int group = options.layout == "float_groups" ? kFloatGroup : options.group_size;
     const int64_t unit = group > 0 ? group : group < 0 ? 8 : kPackedK;
     CHECK(inputs % unit == 0,
           "tensor_parallel_size is {}, but {} has {} inputs for each GPU, expected a multiple of "
@@ -48,13 +51,14 @@ class Divider {
   // Checks that the rank's rows of each part are whole blocks with one scale, and that each part is
   // a tensor of its own. One tensor of several parts would be cut across their borders.
   void check_rows(const std::string& module, int64_t rows) const {
-    const bool has_blocks = whole_.linear_method_of(module) != "dense" &&
-                            whole_.linear_options_of(module).group_size == 0;
+    const LinearOptions& options = whole_.linear_options_of(module);
+    const bool has_blocks = whole_.linear_method_of(module) != "dense" && options.layout == "fp8" &&
+                            (options.format == "inverse" || options.format == "block");
     CHECK(!has_blocks || rows % kPackedK == 0 || rows * num_ranks_ <= kPackedK,
           "tensor_parallel_size is {}, but a part of {} has {} rows for each GPU, expected a "
           "multiple of {}, whose weights share a scale",
           num_ranks_, module, rows, kPackedK);
-    CHECK(!whole_.linear_options_of(module).stacked || whole_.linear_method_of(module) == "dense",
+    CHECK(!options.stacked || whole_.linear_method_of(module) == "dense",
           "tensor_parallel_size is {}, but {} is one quantised tensor in the files, expected its "
           "parts; convert the model with `python -m cpmcu.convert`",
           num_ranks_, module);
@@ -83,10 +87,11 @@ class Divider {
 
   // Divides the columns of each expert, so any choice of experts is equal work for all ranks.
   BlockSpec moe(BlockSpec block, const std::string& mlp) const {
-    CHECK(!block.params.flag("expert_bias", false),
-          "tensor_parallel_size is {}, but the experts of {} have biases, which run on one GPU; "
-          "expected tensor_parallel_size 1",
-          num_ranks_, mlp);
+    CHECK(
+        !block.params.flag("expert_bias", false) || block.params.flag("alternating_gate_up", false),
+        "tensor_parallel_size is {}, but the biases of gate and up in {} do not alternate, which "
+        "runs on one GPU; expected tensor_parallel_size 1",
+        num_ranks_, mlp);
     const auto divide_width = [&](const char* field, int width, const std::string& prefix) {
       const int part = divide(mlp, field, width);
       block.params.set(field, int64_t{part});

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
 from tests.engine.prefix import PAGE, Job, running
 from tests.reference.engines import engine_logits, extension_or_skip, random_ids
 from tests.reference.hf_model import hf_logits
-from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_tiny
+from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_gpt_oss import write_mxfp4
 from tests.tolerances import LOGITS, LOGITS_HYBRID, assert_as_close, assert_close
 
 extension_or_skip()
@@ -204,31 +201,10 @@ def test_phi3_longrope(kind: str, tmp_path: Path) -> None:
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     """The experts' blocks and scales of the published files, against the same numbers as floats."""
-    config: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 64}
-    weights = random_weights(tiny_config("gptoss", **config))
-    stored, rng = dict(weights), np.random.default_rng(3)
-    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    for name, stack in weights.items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            continue
-        experts, inputs, outputs = stack.shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(121, 125, blocks.shape[:3], np.uint8)
-        codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(*scales.shape, 32)
-        values = np.where(codes & 8, -1, 1) * e2m1[codes & 7]
-        matrix = values * np.exp2(scales.astype(np.float32) - 127)[..., None]
-        weights[name] = matrix.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
-        del stored[name]
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    twin = write_tiny(tmp_path / "twin", "gptoss", weights=weights, **config)
-    found = tmp_path / "found"
-    shutil.copytree(twin.directory, found)
-    save_file(stored, found / "model.safetensors")
-    quantised = {**twin.config, "quantization_config": {"quant_method": "mxfp4"}}
-    (found / "config.json").write_text(json.dumps(quantised))
+    twin, found = write_mxfp4(tmp_path, num_hidden_layers=2, intermediate_size=64)
     ids = random_ids(twin.config["vocab_size"], LENGTH)
     expected = engine_logits(twin.directory, ids)
-    assert_close(engine_logits(found, ids), expected, LOGITS["float32"])
+    assert_close(engine_logits(found.directory, ids), expected, LOGITS["float32"])
 
 
 @pytest.mark.parametrize("name", CASES)
