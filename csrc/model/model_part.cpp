@@ -12,8 +12,8 @@ namespace cpmcu {
 namespace {
 
 // Blocks that can be divided.
-constexpr std::array<std::string_view, 5> kKinds{"attention", "sparse_attention", "mlp", "moe",
-                                                 "gated_delta_net"};
+constexpr std::array<std::string_view, 6> kKinds{"attention", "sparse_attention", "mlp",
+                                                 "moe",       "gated_delta_net",  "short_conv"};
 
 constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
 
@@ -72,6 +72,7 @@ class Divider {
           num_ranks_, layer, block.kind);
     if (block.kind == "moe") return moe(block, name + "mlp.");
     if (block.kind == "gated_delta_net") return gated_delta_net(block, name + "linear_attn.");
+    if (block.kind == "short_conv") return short_conv(block, name + "conv.");
     return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
   }
 
@@ -125,6 +126,14 @@ class Divider {
       check_rows(module + "in_proj_ba", value_heads);
     }
     check_inputs(module + "out_proj", values);
+    return block;
+  }
+
+  BlockSpec short_conv(BlockSpec block, const std::string& module) const {
+    const int channels = divide("", "hidden_size", whole_.hidden_size);
+    block.params.set("channels", int64_t{channels});
+    check_rows(module + "in_proj", channels);
+    check_inputs(module + "out_proj", channels);
     return block;
   }
 

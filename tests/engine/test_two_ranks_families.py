@@ -1,0 +1,108 @@
+"""Two ranks run families whose blocks have states of their own, and MLPs beside experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.drafted import PROMPTS, QUANT_CONFIGS, SAMPLINGS, TREES, VOCAB, Drive, Models
+from tests.engine.prefix import PAGE, Job, running
+from tests.engine.test_swap_space import engine_of, runner_of, submit_and_check
+from tests.reference.engines import extension_or_skip, prompt_logits, random_ids
+from tests.reference.tiny_fp8 import write_fp8
+from tests.reference.tiny_mixed import write_mixed
+
+C = extension_or_skip()
+
+# Name -> family, changes of its config.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"num_hidden_layers": 4}),
+    "lfm2_moe": ("lfm2moe", {"num_hidden_layers": 4, "moe_intermediate_size": 48}),
+    "lfm3": ("lfm3", {"num_hidden_layers": 6}),
+}
+
+MLPS = ("w1", "w2", "w3")  # of LFM
+
+# Sizes of which a rank has whole groups and blocks.
+QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2 in few bits": (
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+        },
+    ),
+}
+
+
+def models_of(name: str, root: Path, device: str) -> tuple[Models, str]:
+    if device == "cuda" and C.device_count() < 2:
+        pytest.skip("one GPU")
+    family, changes = {**CASES, **QUANTISED}[name]
+    return Models(root, device, num_ranks=2, **changes), family
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, device: str, tmp_path: Path) -> None:
+    models, family = models_of(name, tmp_path, device)
+    one = models.engine(family, None, tensor_parallel_size=1)
+    two = models.engine(family, None)
+    expected, got = prompt_logits(one, PROMPTS[5]), prompt_logits(two, PROMPTS[5])
+    tolerance = 2e-5 if device == "cpu" else 0.02
+    assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp8", "nvfp4mo"])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_logits_of_packed_weights(name: str, form: str, device: str, tmp_path: Path) -> None:
+    """in_proj is cut into its parts in each format."""
+    models, family = models_of(name, tmp_path, device)
+    made = models.target(family)
+    if form == "fp8":
+        write_fp8(made.directory, made.config, made.weights, "qwen", extra=MLPS)
+    else:
+        forms = dict.fromkeys((*MLPS, ""), form)
+        write_mixed(made.directory, made.config, made.weights, forms, QUANT_CONFIGS[form])
+    one = models.engine(family, None, tensor_parallel_size=1)
+    two = models.engine(family, None)
+    expected, got = prompt_logits(one, PROMPTS[5]), prompt_logits(two, PROMPTS[5])
+    tolerance = 2e-5 if device == "cpu" and form != "fp8" else 0.02
+    assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens(name: str, device: str, tmp_path: Path) -> None:
+    """Chains, trees, chunks and prefix hits give the tokens of plain steps."""
+    models, family = models_of(name, tmp_path, device)
+    prompt, greedy = random_ids(VOCAB, 100), SAMPLINGS["greedy"]
+    # The text has three tokens only, so that n-grams are often right.
+    few = {**SAMPLINGS["seeded"], "logit_bias": [(5, 90.0), (9, 90.0), (17, 90.0)]}
+    chain = Drive(models.drafted("ngram", family, TREES["narrow"]), ahead=2)
+    tree = Drive(models.drafted("eagle", family, TREES["wide"]), ahead=2)
+    for ids, fields in ((prompt[:1], greedy), (prompt, greedy), (prompt, few)):
+        tokens = models.plain(family, ids, 40, **fields)
+        assert chain.one(ids, 40, chunk=7, **fields) == tokens
+        assert tree.one(ids, 40, chunk=7, **fields) == tokens
+    assert max(chain.emitted) > 1
+    with running(chain.engine) as (runner, _):
+        for cached in (0, 100 // PAGE * PAGE):
+            job = Job(prompt, 40, **few)
+            runner.submit(job.request)
+            assert job.wait() == tokens
+            assert job.request.cached_tokens == cached
+
+
+@pytest.mark.parametrize("name", ["lfm3"])
+def test_preemption(name: str, device: str, tmp_path: Path) -> None:
+    models, family = models_of(name, tmp_path, device)
+    engine, _ = engine_of(models, family, "ngram")
+    runner = runner_of(engine, 100 * (engine.pages.page_bytes + engine.pages.slot_bytes))
+    try:
+        submit_and_check(runner, models, family)
+    finally:
+        runner.close()
