@@ -135,6 +135,10 @@ class Mamba2Block : public Block {
     table.add(module_ + "dt_bias", dt_bias_);
     table.add(module_ + "D", d_);
     table.add(module_ + "norm.weight", norm_);
+    const int64_t inner = shape_.inner(), heads = shape_.num_heads;
+    const int64_t of_groups = int64_t{shape_.num_groups} * shape_.state_size;
+    table.set_sections(module_ + "in_proj", {inner, inner, of_groups, of_groups, heads});
+    table.set_sections(module_ + "conv1d", {inner, of_groups, of_groups});
   }
 
   void finish_loading(const Context& ctx) override {

@@ -12,8 +12,8 @@ namespace cpmcu {
 namespace {
 
 // Blocks that can be divided.
-constexpr std::array<std::string_view, 6> kKinds{"attention", "sparse_attention", "mlp",
-                                                 "moe",       "gated_delta_net",  "short_conv"};
+constexpr std::array<std::string_view, 7> kKinds{
+    "attention", "sparse_attention", "mlp", "moe", "gated_delta_net", "mamba2", "short_conv"};
 
 constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
 
@@ -73,6 +73,7 @@ class Divider {
     if (block.kind == "moe") return moe(block, name + "mlp.");
     if (block.kind == "gated_delta_net") return gated_delta_net(block, name + "linear_attn.");
     if (block.kind == "short_conv") return short_conv(block, name + "conv.");
+    if (block.kind == "mamba2") return mamba2(block, name + "mamba.");
     return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
   }
 
@@ -134,6 +135,29 @@ class Divider {
     block.params.set("channels", int64_t{channels});
     check_rows(module + "in_proj", channels);
     check_inputs(module + "out_proj", channels);
+    return block;
+  }
+
+  // Divides groups with their heads. The norm is over each group by itself.
+  BlockSpec mamba2(BlockSpec block, const std::string& module) const {
+    const int num_heads = block.params.integer("num_heads", 0);
+    const int num_groups = block.params.integer("num_groups", 0);
+    CHECK(num_groups % num_ranks_ == 0,
+          "tensor_parallel_size is {}, but {}norm is over {} groups of heads, which runs on one "
+          "GPU; expected tensor_parallel_size 1 or a multiple of it",
+          num_ranks_, module, num_groups);
+    CHECK(num_heads % (8 * num_ranks_) == 0,
+          "tensor_parallel_size is {}, but {}num_heads is {}, expected a multiple of {}",
+          num_ranks_, module, num_heads, 8 * num_ranks_);
+    const int heads = num_heads / num_ranks_, groups = num_groups / num_ranks_;
+    block.params.set("num_heads", int64_t{heads});
+    block.params.set("num_groups", int64_t{groups});
+    const int64_t inner = int64_t{heads} * block.params.integer("head_dim", 0);
+    const int64_t of_groups = int64_t{groups} * block.params.integer("state_size", 0);
+    for (const int64_t rows : {inner, of_groups, int64_t{heads}}) {
+      check_rows(module + "in_proj", rows);
+    }
+    check_inputs(module + "out_proj", inner);
     return block;
   }
 

@@ -3,6 +3,7 @@
 //   q, k, v, gate, up      rows: whole heads, whole columns of the MLP
 //   o, down                columns; their results are summed over the ranks (kernels/ranks)
 //   gated delta net        key heads with their value heads; out_proj as o
+//   Mamba-2                groups with their heads; out_proj as o
 //   short convolution      channels; out_proj as o
 //   embedding, norms       each rank has all of them
 //   head                   each rank has all rows. If the head is dense, a rank multiplies its own

@@ -79,12 +79,14 @@ def test_logits_of_packed_weights(models: Models, form: str) -> None:
 
 
 # Families that run on one GPU.
-REFUSED = {"granitehybrid", "nemotron", "olmo2", "olmo3"}
+REFUSED = {"granitehybrid", "olmo2", "olmo3"}
 SIZES = {
     "intermediate_size": 96,
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 64,
     "shared_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 64,
+    "mamba_num_heads": 16,
 }
 
 
@@ -294,9 +296,11 @@ def test_heads_that_cannot_be_divided(
 
 
 def test_blocks_that_cannot_be_divided(tmp_path: Path) -> None:
-    models = Models(tmp_path, "cpu", num_ranks=2, num_hidden_layers=4)
-    with pytest.raises(ValueError, match="layer 0 has a block of kind mamba2, which runs"):
-        models.engine("granitehybrid", None)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"layer_types": kinds, "num_hidden_layers": 4, "hidden_size_per_layer_input": 16}
+    models = Models(tmp_path, "cpu", num_ranks=2, **changes)
+    with pytest.raises(ValueError, match="layer 0 has a block of kind per_layer_embedding, which"):
+        models.engine("gemma4", None)
 
 
 def test_groups_that_cannot_be_divided(tmp_path: Path) -> None:

@@ -22,6 +22,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"num_hidden_layers": 4}),
     "lfm2_moe": ("lfm2moe", {"num_hidden_layers": 4, "moe_intermediate_size": 48}),
     "lfm3": ("lfm3", {"num_hidden_layers": 6}),
+    "nemotron_h": (
+        "nemotron",
+        {
+            "num_hidden_layers": 8,
+            "mamba_num_heads": 16,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
+    "nemotron_h without experts": (
+        "nemotron",
+        {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M-M*",
+            "use_conv_bias": False,
+            "mamba_num_heads": 32,
+            "n_groups": 4,
+        },
+    ),
 }
 
 MLPS = ("w1", "w2", "w3")  # of LFM
@@ -35,6 +54,16 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 256,
             "intermediate_size": 256,
             "num_attention_heads": 4,
+        },
+    ),
+    "nemotron_h in few bits": (
+        "nemotron",
+        {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M-M*",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "mamba_num_heads": 16,
         },
     ),
 }
@@ -57,8 +86,14 @@ def test_logits(name: str, device: str, tmp_path: Path) -> None:
     assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("form", ["fp8", "mxfp8", "nvfp4mo"])
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("lfm2 in few bits", "fp8"),
+        *((name, form) for name in QUANTISED for form in ("mxfp8", "nvfp4mo")),
+        ("nemotron_h in few bits", "gptq8z_g64"),
+    ],
+)
 def test_logits_of_packed_weights(name: str, form: str, device: str, tmp_path: Path) -> None:
     """in_proj is cut into its parts in each format."""
     models, family = models_of(name, tmp_path, device)
@@ -73,6 +108,15 @@ def test_logits_of_packed_weights(name: str, form: str, device: str, tmp_path: P
     expected, got = prompt_logits(one, PROMPTS[5]), prompt_logits(two, PROMPTS[5])
     tolerance = 2e-5 if device == "cpu" and form != "fp8" else 0.02
     assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
+
+
+def test_blocks_with_one_scale_that_cannot_be_divided(tmp_path: Path) -> None:
+    """The rows of dt in in_proj are fewer than a block of FP8."""
+    models, family = models_of("nemotron_h in few bits", tmp_path, "cpu")
+    made = models.target(family)
+    write_fp8(made.directory, made.config, made.weights, "qwen")
+    with pytest.raises(ValueError, match=r"in_proj.* cannot be divided among 2 GPUs"):
+        models.engine(family, None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +141,7 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
             assert job.request.cached_tokens == cached
 
 
-@pytest.mark.parametrize("name", ["lfm3"])
+@pytest.mark.parametrize("name", ["lfm3", "nemotron_h"])
 def test_preemption(name: str, device: str, tmp_path: Path) -> None:
     models, family = models_of(name, tmp_path, device)
     engine, _ = engine_of(models, family, "ngram")
