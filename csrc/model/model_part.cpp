@@ -12,8 +12,9 @@ namespace cpmcu {
 namespace {
 
 // Blocks that can be divided.
-constexpr std::array<std::string_view, 7> kKinds{
-    "attention", "sparse_attention", "mlp", "moe", "gated_delta_net", "mamba2", "short_conv"};
+constexpr std::array<std::string_view, 8> kKinds{"attention", "sparse_attention", "mlp",
+                                                 "moe",       "mlp_and_experts",  "gated_delta_net",
+                                                 "mamba2",    "short_conv"};
 
 constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
 
@@ -71,6 +72,7 @@ class Divider {
           "expected tensor_parallel_size 1",
           num_ranks_, layer, block.kind);
     if (block.kind == "moe") return moe(block, name + "mlp.");
+    if (block.kind == "mlp_and_experts") return mlp_and_experts(block, name);
     if (block.kind == "gated_delta_net") return gated_delta_net(block, name + "linear_attn.");
     if (block.kind == "short_conv") return short_conv(block, name + "conv.");
     if (block.kind == "mamba2") return mamba2(block, name + "mamba.");
@@ -78,10 +80,15 @@ class Divider {
   }
 
  private:
-  BlockSpec mlp(BlockSpec block, const std::string& name) const {
+  BlockSpec mlp_and_experts(const BlockSpec& block, const std::string& name) const {
+    return mlp(moe(block, name + "mlp."), name, "mlp_intermediate_size");
+  }
+
+  BlockSpec mlp(BlockSpec block, const std::string& name,
+                const char* field = "intermediate_size") const {
     const int width = divide(name + "mlp.", "intermediate_size",
-                             block.params.integer("intermediate_size", whole_.intermediate_size));
-    block.params.set("intermediate_size", int64_t{width});
+                             block.params.integer(field, whole_.intermediate_size));
+    block.params.set(field, int64_t{width});
     check_rows(name + "mlp.gate_up_proj", width);
     check_inputs(name + "mlp.down_proj", width);
     return block;

@@ -31,6 +31,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 64,
         },
     ),
+    "gemma4 with experts": (
+        "gemma4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "nemotron_h without experts": (
         "nemotron",
         {
@@ -127,7 +138,8 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
     # The text has three tokens only, so that n-grams are often right.
     few = {**SAMPLINGS["seeded"], "logit_bias": [(5, 90.0), (9, 90.0), (17, 90.0)]}
     chain = Drive(models.drafted("ngram", family, TREES["narrow"]), ahead=2)
-    tree = Drive(models.drafted("eagle", family, TREES["wide"]), ahead=2)
+    draft = "itself" if family == "gemma4" else "eagle"
+    tree = Drive(models.drafted(draft, family, TREES["wide"]), ahead=2)
     for ids, fields in ((prompt[:1], greedy), (prompt, greedy), (prompt, few)):
         tokens = models.plain(family, ids, 40, **fields)
         assert chain.one(ids, 40, chunk=7, **fields) == tokens
