@@ -126,7 +126,10 @@ class SpeculativeConfig:
                 )
         known, kind = all_options(), options_of(self.method)
         owners = {known[name].owner for name in self.options} - set(kind.__mro__)
-        for each in (kind, *sorted(owners - set(additions()), key=lambda owner: owner.__name__)):
+        kinds = [kind, *sorted(owners - set(additions()), key=lambda owner: owner.__name__)]
+        if self.method == "auto" and self.draft_model_path is not None:
+            kinds = []  # the files say which kind it is; its plan checks its options
+        for each in kinds:
             self.of(each)
         for addition in additions():
             self.of(addition).check(self.method, kind)

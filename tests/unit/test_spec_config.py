@@ -212,3 +212,13 @@ def test_the_help_names_lossy_strategies():
     parser = make_parser()
     for text in (parser.format_help(), parser.format_full_help()):
         assert "--verify-strategy" in text and "LOSSY" in text.split("--verify-strategy", 1)[1]
+
+
+def test_the_kind_of_a_named_draft_decides_which_shapes_exist() -> None:
+    """A block drafter has 31 nodes of two candidates at four positions, an EAGLE head 14."""
+    shape = {"spec_num_iter": 4, "spec_topk_per_iter": 2, "spec_tree_size": 20}
+    assert SpeculativeConfig(draft_model_path="draft", **shape).options == shape
+    SpeculativeConfig(method="dspark", draft_model_path="draft", **shape)
+    for named in ({}, {"method": "eagle", "draft_model_path": "draft"}):
+        with pytest.raises(ValueError, match="spec_tree_size is 20, but .* at most 15"):
+            SpeculativeConfig(**named, **shape)
