@@ -24,10 +24,16 @@ MTP head is that head (mtp_acceptance.py):
 
     python -m scripts.synthetic --preset qwen3.5-9b --acceptance 0.8 --out DIR
 
+With --draft-kind dspark or dflash2 the draft is a block drafter with the shapes of a published head
+(block_acceptance.py); --draft-set changes its config.json:
+
+    python -m scripts.synthetic --preset qwen3-8b --quant gptq --acceptance 0.94 --out DIR \\
+        --draft-kind dspark --draft-quant gptq --draft-out DIR2
+
 --quant (--draft-quant for the draft) stores the layers' projections and a head's fc quantised:
 random bits, with scales that give the same standard deviation. An MTP head and the projections
 that published files leave dense stay dense. So does the fc of a draft with synthetic acceptance,
-except in gptq.
+except in gptq, and the matrices of the last layer's attention in a block drafter.
 
     gptq   4 bits with groups of 128; gptq-g64: of 64, for nemotron-3-nano
     fp8    e4m3 with blocks of 128 x 128
@@ -53,6 +59,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.synthetic.acceptance import pair_presets
+from scripts.synthetic.block_acceptance import KINDS, block_pair
 from scripts.synthetic.formats import FORMATS
 from scripts.synthetic.gguf import GGUF, GGUF_FILE
 from scripts.synthetic.hybrid import hybrid_tensors
@@ -108,6 +115,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--draft-out", type=Path, help="folder of the draft")
     parser.add_argument(
+        "--draft-kind",
+        choices=KINDS,
+        help="kind of the draft in --draft-out (default: an EAGLE head)",
+    )
+    parser.add_argument(
+        "--draft-set",
+        type=parse_override,
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="replace a value of a block drafter's config.json",
+    )
+    parser.add_argument(
         "--second",
         type=float,
         default=0.0,
@@ -138,10 +158,18 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
     if preset.quantised and (args.quant or args.acceptance is not None):
         raise SystemExit(f"{args.preset} is quantised itself: leave out --quant and --acceptance")
     has_mtp = bool(config.get("mtp_num_hidden_layers"))
-    if has_mtp and args.draft_out is not None:
-        raise SystemExit(f"--draft-out: the draft of {args.preset} is its MTP head, in --out")
-    if not has_mtp and (args.acceptance is None) != (args.draft_out is None):
+    if has_mtp and args.draft_out is not None and not args.draft_kind:
+        raise SystemExit(
+            f"--draft-out: the draft of {args.preset} is its MTP head, in --out, unless "
+            "--draft-kind is given"
+        )
+    in_folder = args.draft_kind or not has_mtp
+    if in_folder and (args.acceptance is None) != (args.draft_out is None):
         raise SystemExit("--acceptance and --draft-out go together: give both or neither")
+    if args.draft_kind and args.draft_out is None:
+        raise SystemExit("--draft-kind is for the draft in --draft-out, which is not given")
+    if args.draft_set and not args.draft_kind:
+        raise SystemExit("--draft-set needs --draft-kind")
     if args.draft_quant and args.draft_out is None:
         raise SystemExit("--draft-quant is for the draft in --draft-out; use --quant")
     if args.draft_out is None and (args.draft_only or args.second):
@@ -154,9 +182,13 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
         raise SystemExit(f"--acceptance is not written for {args.preset}; choose another preset")
     draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
     pair = (preset, config, args.seed, args.acceptance, draft_vocab)
-    if has_mtp:
+    if not in_folder:
         return [(mtp_preset(*pair), args.out, args.quant)]
-    target, draft = pair_presets(*pair, args.draft_quant, args.second)
+    if args.draft_kind:
+        of_draft = (args.draft_kind, dict(args.draft_set), args.draft_quant, args.second)
+        target, draft = block_pair(*pair, *of_draft)
+    else:
+        target, draft = pair_presets(*pair, args.draft_quant, args.second)
     check_apart(args.out, args.draft_out)
     jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
     return jobs[args.draft_only :]

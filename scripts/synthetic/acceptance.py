@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scripts.synthetic.entries import NOISE, Entries, entries_in_4_bits
 from scripts.synthetic.formats import quantised
-from scripts.synthetic.gptq import GROUP_SIZE, LEVELS_STD, gptq_tensors
 from scripts.synthetic.layouts import (
     decoder_tensors,
     draft_vocabulary,
@@ -113,7 +113,8 @@ def draft_tensors(
             spec = quiet(spec, config)
             yield from quantised([spec], quant) if quant else [spec]
         elif quant == "gptq":
-            yield from pass_left_half_in_4_bits(hidden)
+            diagonal = np.arange(hidden)
+            yield from entries_in_4_bits("fc", *spec.shape, Entries.of(diagonal, diagonal, 1.0))
         else:
             yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
     head = vectors(seed, pair.draft_rows, config, head_scale(config))
@@ -165,7 +166,7 @@ def pass_left_half(hidden: int, last: Callable[[Source], Array] | None = None) -
     """
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
-        noise = 0.01 / math.sqrt(2 * hidden)
+        noise = NOISE / math.sqrt(2 * hidden)
         added = last(source) if last else np.zeros(hidden, np.float32)
         for begin in range(0, hidden, step := max(1, CHUNK // (2 * hidden))):
             rows = min(step, hidden - begin)
@@ -178,28 +179,6 @@ def pass_left_half(hidden: int, last: Callable[[Source], Array] | None = None) -
             yield encode(values.ravel(), dtype)
 
     return fill
-
-
-def pass_left_half_in_4_bits(hidden: int) -> Iterator[TensorSpec]:
-    """[I | 0] in 4 bits: the group of the one has scale 1/7 and zeros; other groups are noise."""
-    noise = 0.01 / math.sqrt(2 * hidden) / LEVELS_STD
-    k = np.arange(hidden)
-
-    def q(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
-        made = np.random.default_rng(seed).integers(
-            0, 1 << 32, (2 * hidden // 8, hidden), dtype=np.uint32
-        )
-        of_group = (k // GROUP_SIZE * (GROUP_SIZE // 8))[:, None] + np.arange(GROUP_SIZE // 8)
-        made[of_group, k[:, None]] = 0x88888888
-        made[k // 8, k] |= np.uint32(7) << (4 * (k % 8)).astype(np.uint32)  # 15
-        yield made.view(np.int32).ravel()
-
-    def scales(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
-        made = np.full((2 * hidden // GROUP_SIZE, hidden), noise, np.float32)
-        made[k // GROUP_SIZE, k] = 1 / 7
-        yield encode(made.ravel(), dtype)
-
-    yield from gptq_tensors("fc", hidden, 2 * hidden, q, noise, scales)
 
 
 def pair_presets(

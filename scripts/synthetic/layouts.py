@@ -176,9 +176,9 @@ def most_frequent(config: Config, count: int) -> Array:
 
 
 def special_ids(config: Config) -> set[int]:
-    """The BOS, EOS and padding ids."""
+    """The BOS, EOS, padding and mask ids."""
     found: set[int] = set()
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id"):
         ids = config.get(key)
         found.update([ids] if isinstance(ids, int) else ids or ())
     return {i for i in found if i < config["vocab_size"]}
