@@ -37,12 +37,25 @@ class Divider {
     return std::max(1, heads / num_ranks_);
   }
 
+  // Whether blocks of kPackedK rows and kPackedK inputs share a scale.
+  bool has_blocks(const std::string& module) const {
+    const LinearOptions& options = whole_.linear_options_of(module);
+    return whole_.linear_method_of(module) != "dense" && options.layout == "fp8" &&
+           (options.format == "inverse" || options.format == "block");
+  }
+
+  // Inputs of a linear layer that share a scale. 8: all of a row.
+  int unit_of(const std::string& module) const {
+    const LinearOptions& options = whole_.linear_options_of(module);
+    if (options.layout == "float_groups") return kFloatGroup;
+    if (options.group_size != 0) return options.group_size > 0 ? options.group_size : 8;
+    return options.layout == "fp8" && !has_blocks(module) ? 8 : kPackedK;
+  }
+
   // Checks that the rank's inputs of a linear layer are whole groups of weights with one scale.
   void check_inputs(const std::string& module, int64_t inputs) const {
     if (whole_.linear_method_of(module) == "dense") return;
-    const LinearOptions& options = whole_.linear_options_of(module);
-    const int group = options.layout == "float_groups" ? kFloatGroup : options.group_size;
-    const int64_t unit = group > 0 ? group : group < 0 ? 8 : kPackedK;
+    const int unit = unit_of(module);
     CHECK(inputs % unit == 0,
           "tensor_parallel_size is {}, but {} has {} inputs for each GPU, expected a multiple of "
           "{}, whose weights share a scale",
@@ -52,14 +65,11 @@ class Divider {
   // Checks that the rank's rows of each part are whole blocks with one scale, and that each part is
   // a tensor of its own. One tensor of several parts would be cut across their borders.
   void check_rows(const std::string& module, int64_t rows) const {
-    const LinearOptions& options = whole_.linear_options_of(module);
-    const bool has_blocks = whole_.linear_method_of(module) != "dense" && options.layout == "fp8" &&
-                            (options.format == "inverse" || options.format == "block");
-    CHECK(!has_blocks || rows % kPackedK == 0 || rows * num_ranks_ <= kPackedK,
+    CHECK(!has_blocks(module) || rows % kPackedK == 0 || rows * num_ranks_ <= kPackedK,
           "tensor_parallel_size is {}, but a part of {} has {} rows for each GPU, expected a "
           "multiple of {}, whose weights share a scale",
           num_ranks_, module, rows, kPackedK);
-    CHECK(!options.stacked || whole_.linear_method_of(module) == "dense",
+    CHECK(!whole_.linear_options_of(module).stacked || whole_.linear_method_of(module) == "dense",
           "tensor_parallel_size is {}, but {} is one quantised tensor in the files, expected its "
           "parts; convert the model with `python -m cpmcu.convert`",
           num_ranks_, module);

@@ -33,6 +33,7 @@ from tests.engine.test_masked_steps import one as masked_output
 from tests.engine.test_swap_space import ROOM, engine_of, runner_of, submit_and_check
 from tests.reference.engines import extension_or_skip, load_tiny, prompt_logits
 from tests.reference.tiny_checkpoints import ARCHITECTURES, tiny_config, write_tiny
+from tests.reference.tiny_fp8 import write_fp8
 from tests.reference.tiny_hybrid import HYBRIDS
 
 C = extension_or_skip()
@@ -76,6 +77,15 @@ def test_logits(models: Models, family: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_of_packed_weights(models: Models, form: str) -> None:
     check_logits(models, f"llama_{form}")
+
+
+@pytest.mark.parametrize("kind", ["ct_tensor", "ct_channel"])
+def test_inputs_of_fp8_rows_with_one_scale(tmp_path: Path, device: str, kind: str) -> None:
+    """A rank has 72 inputs of down_proj, which are no whole blocks."""
+    models = two_ranks(tmp_path, device, intermediate_size=144)
+    made = models.target("llama_")
+    write_fp8(made.directory, made.config, made.weights, kind)
+    check_logits(models, "llama_")
 
 
 # Families that run on one GPU.

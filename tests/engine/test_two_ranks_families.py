@@ -100,24 +100,27 @@ def test_logits(name: str, device: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("lfm2 in few bits", "fp8"),
+        ("lfm2 in few bits", "qwen"),
         *((name, form) for name in QUANTISED for form in ("mxfp8", "nvfp4mo")),
         ("nemotron_h in few bits", "gptq8z_g64"),
+        ("nemotron_h in few bits", "ct_tensor"),
+        ("nemotron_h in few bits", "ct_channel"),
     ],
 )
 def test_logits_of_packed_weights(name: str, form: str, device: str, tmp_path: Path) -> None:
     """in_proj is cut into its parts in each format."""
     models, family = models_of(name, tmp_path, device)
     made = models.target(family)
-    if form == "fp8":
-        write_fp8(made.directory, made.config, made.weights, "qwen", extra=MLPS)
+    is_fp8 = form not in QUANT_CONFIGS
+    if is_fp8:
+        write_fp8(made.directory, made.config, made.weights, form, extra=MLPS)
     else:
         forms = dict.fromkeys((*MLPS, ""), form)
         write_mixed(made.directory, made.config, made.weights, forms, QUANT_CONFIGS[form])
     one = models.engine(family, None, tensor_parallel_size=1)
     two = models.engine(family, None)
     expected, got = prompt_logits(one, PROMPTS[5]), prompt_logits(two, PROMPTS[5])
-    tolerance = 2e-5 if device == "cpu" and form != "fp8" else 0.02
+    tolerance = 2e-5 if device == "cpu" and not is_fp8 else 0.02
     assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
 
 
