@@ -34,7 +34,7 @@ def join() -> int:
 
 
 def leave() -> None:
-    """Waits for all processes first: one that ends early breaks the last broadcast of the others."""
+    """Waits for all processes first: one that ends early breaks the others' last broadcast."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -220,5 +220,5 @@ def test_the_kind_of_a_named_draft_decides_which_shapes_exist() -> None:
     assert SpeculativeConfig(draft_model_path="draft", **shape).options == shape
     SpeculativeConfig(method="dspark", draft_model_path="draft", **shape)
     for named in ({}, {"method": "eagle", "draft_model_path": "draft"}):
-        with pytest.raises(ValueError, match="spec_tree_size is 20, but .* at most 15"):
+        with pytest.raises(ValueError, match=r"spec_tree_size is 20, but .* at most 15"):
             SpeculativeConfig(**named, **shape)
