@@ -48,7 +48,7 @@ from cpmcu.benchmarks.report import device_facts, model_facts, report
 from cpmcu.benchmarks.sequences import parse_counts, run_sequences, sequences_table
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
-from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE, TreeOptions
+from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.flags.engine import (
@@ -221,7 +221,7 @@ def run_plain(
     )
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
-    depth = config.speculation.of(TreeOptions).spec_num_iter or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
+    depth = config.speculation.options.get("spec_num_iter") or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
     most_tokens = depth + 1 if has_draft(config) else 1  # per step
     for context in options.lengths:
         fitting_steps(loaded.engine, context, options.decode, most_tokens)

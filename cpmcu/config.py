@@ -118,6 +118,9 @@ class SpeculativeConfig:
             "per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
         )
         check_verification(self.verify_strategy, self.verify_window)
+        truth("no_speculation", self.no_speculation)
+        if self.spec_auto is not None:
+            truth("spec_auto", self.spec_auto)
         for drafter, needed in self.drafters_by_option().items():
             if needed and self.method not in ("auto", drafter):
                 name = next(name for name, its in self.naming() if its == drafter)

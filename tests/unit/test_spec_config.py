@@ -161,6 +161,8 @@ def test_a_field_given_twice():
         ({"spec_tree_size": 0}, "spec_tree_size is 0, but must be at least 1"),
         ({"frspec_vocab_size": -1}, "frspec_vocab_size is -1"),
         ({"spec_window_size": -1}, "spec_window_size is -1"),
+        ({"spec_auto": "no"}, "spec_auto is 'no', but must be True or False"),
+        ({"no_speculation": "no"}, "no_speculation is 'no', but must be True or False"),
         ({"per_request_spec_decode_metrics": "all"}, "must be one of none, summary, detailed"),
     ],
 )
