@@ -38,14 +38,14 @@ _NAMES = {
     ".feed_forward.": ".mlp.",
 }
 _WIDTHS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_PROJECTION = re.compile(r"\.(w[123])\.(?=weight)")
+_PROJECTION = re.compile(r"\.(w[123])(?=\.|$)")
 
 
 def lfm2_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     """Llama's names; w1, w3 and w2 are gate, up and down."""
     for own, engine in _NAMES.items():
         name = name.replace(own, engine)
-    name = _PROJECTION.sub(lambda found: f".{_WIDTHS[found[1]]}.", name)
+    name = _PROJECTION.sub(lambda found: f".{_WIDTHS[found[1]]}", name)
     return expert_names(name, fields)
 
 

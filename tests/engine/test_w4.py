@@ -63,6 +63,15 @@ def test_every_layout(tmp_path: Path, device: str, family: str, group_size: int)
 
 
 @on_devices
+def test_layers_with_other_names(tmp_path: Path, device: str) -> None:
+    """LFM2 names its projections w1, w2, w3, in_proj and out_proj."""
+    tiny = dense(tmp_path, "lfm2", num_hidden_layers=4, block_auto_adjust_ff_dim=False)
+    ends = (".w1.weight", ".w2.weight", ".w3.weight", ".in_proj.weight", ".out_proj.weight")
+    named = tuple(name.removesuffix(".weight") for name in tiny.weights if name.endswith(ends))
+    check_layouts(tmp_path, tiny, ("gptq", "awq", "compressed"), device, extra=named)
+
+
+@on_devices
 @pytest.mark.parametrize("group_size", [128, -1])
 def test_zero_points(tmp_path: Path, device: str, group_size: int) -> None:
     layouts = ("gptq", "gptq_v2", "awq", "compressed")
