@@ -155,12 +155,9 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
 // ---- drafting
 
 StepTokens BeamDrafter::step_of(const DraftBatch& batch) const {
-  return {.num_seqs = batch.num_seqs,
-          .max_kv = batch.max_kv,
-          .seq_slots = batch.seq_slots,
-          .slot_lengths = draft_lengths_,
-          .page_table = batch.page_table,
-          .max_pages = batch.max_pages};
+  StepTokens tokens = batch.step_tokens();
+  tokens.slot_lengths = draft_lengths_;
+  return tokens;
 }
 
 Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch) {

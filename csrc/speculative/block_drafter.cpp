@@ -49,22 +49,22 @@ void BlockDrafter::check_options(const std::string& kind,
   CHECK(predicts_from_ == 0 || predicts_from_ == 1,
         "the draft predicts from row {}, expected 0 or 1", predicts_from_);
   const int positions = num_rows_ - predicts_from_;
-  CHECK(largest_.depth <= positions, "the draft depth is {}, but a block predicts {} tokens",
+  CHECK(largest_.depth <= positions,
+        "the draft depth is {}, expected at most {}, the tokens that a block predicts",
         largest_.depth, positions);
   CHECK(!target_layers_.empty(), "the draft has no target_layers, expected at least one layer");
   for (int layer : target_layers_) {
     CHECK(layer >= 0 && layer < target_.num_hidden_layers,
-          "the draft reads the input of target layer {}, the target has {} layers", layer,
-          target_.num_hidden_layers);
+          "the draft reads the input of target layer {}, expected 0 to {}", layer,
+          target_.num_hidden_layers - 1);
   }
   CHECK(has_mask_embedding_ || (mask_id_ >= 0 && mask_id_ < target_.vocab_size),
-        "the draft's mask token is {}, the target's vocabulary has {}", mask_id_,
-        target_.vocab_size);
+        "the draft's mask token is {}, expected a token of the target, 0 to {}", mask_id_,
+        target_.vocab_size - 1);
   CHECK(conv_width_ >= 0 && conv_width_ <= num_rows_ && conv_group_ >= 1 &&
             model().hidden_size % conv_group_ == 0,
         "the draft's convolution has {} weights a channel and groups of {}, expected at most {} "
-        "weights and a "
-        "divisor of hidden_size {}",
+        "weights and a divisor of hidden_size {}",
         conv_width_, conv_group_, num_rows_, model().hidden_size);
 }
 
@@ -305,14 +305,6 @@ void BlockDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
 
 // ---- drafting
 
-StepTokens BlockDrafter::step_of(const DraftBatch& batch) const {
-  return {.num_seqs = batch.num_seqs,
-          .max_kv = batch.max_kv,
-          .seq_slots = batch.seq_slots,
-          .page_table = batch.page_table,
-          .max_pages = batch.max_pages};
-}
-
 void BlockDrafter::process_accepted(const Context& ctx, const DraftBatch& batch) {
   const MtpRows& rows = context_rows_;
   mtp_rows(ctx, {.window = limits_.max_path,
@@ -321,7 +313,7 @@ void BlockDrafter::process_accepted(const Context& ctx, const DraftBatch& batch)
                  .slots = batch.slots,
                  .beam = {.num_seqs = batch.num_seqs, .topk = 1, .depth = 1},
                  .rows = rows});
-  StepTokens tokens = step_of(batch);
+  StepTokens tokens = batch.step_tokens();
   tokens.num_tokens = batch.num_seqs * limits_.max_path;
   tokens.max_seq_tokens = limits_.max_path;
   tokens.positions = rows.positions;
@@ -340,7 +332,7 @@ Tensor BlockDrafter::run_block(const Context& ctx, const DraftBatch& batch) {
   rows.lengths = batch.slots.lengths;
   rows.next_tokens = batch.slots.next_tokens;
   block_rows(ctx, rows);
-  StepTokens tokens = step_of(batch);
+  StepTokens tokens = batch.step_tokens();
   tokens.num_tokens = batch.num_seqs * num_rows_;
   tokens.max_seq_tokens = num_rows_;
   tokens.positions = rows.positions;

@@ -7,7 +7,8 @@
 //            embeddings, at positions L, L + 1, ...     its result gives the logits of one position
 //
 // The logits of D positions form a lattice (kernels/tree/lattice.h), from which the draft is a
-// chain or a tree. Only the scores of pairs of candidates differ between the drafters.
+// chain or a tree. The drafters differ in the scores of candidates (`score`), and DFlash2 adds
+// convolutions.
 //
 // Keys of block rows lie beyond the sequence's length and are written again by each step. A
 // rejected token leaves nothing behind: context rows come from accepted tokens alone. Source:
@@ -36,8 +37,8 @@ class BlockDrafter : public Drafter {
     return smaller_shapes(largest_, [this](int depth) { return most_nodes(depth); });
   }
   DraftShape shrunk(const DraftShape& limit) const override;
-  // Context rows of so many tokens are stored again in each step. So steps without a draft leave no
-  // gap, unless they emit more tokens.
+  // The last tokens, whose context rows each draft stores again. Steps without a draft store none.
+  // If they emit at most so many tokens, they leave no gap.
   int num_recent(int depth) const override { return std::max(depth + 1, kRepaired); }
   int num_rewritten() const override { return limits_.max_path; }
   int lookahead(int depth) const override { return std::max(num_rows_, num_recent(depth)); }
@@ -61,7 +62,7 @@ class BlockDrafter : public Drafter {
   //   causal_layers       layers in which a row sees no later rows of its block
   //   topk                candidates of a position, K
   //   vocab_ids, own_head as in DraftHead
-  //   conv_width, conv_group  a convolution around each block of a layer; 0: none
+  //   conv_width, conv_group  a convolution around each attention and each MLP; width 0: none
   BlockDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
                const std::vector<std::string>& own = {});
 
@@ -72,7 +73,7 @@ class BlockDrafter : public Drafter {
     const float* logprobs = nullptr;  // [B, D, K]
     Tensor hidden{};                  // [B D, H] after the final norm
   };
-  // Without pairs the candidates have their log-probabilities, whatever their parents are.
+  // Without pairs the score of a candidate is its log-probability below any parent.
   virtual Lattice score(const Context&, const DraftBatch&, const Candidates& candidates) {
     return {.num_seqs = candidates.num_seqs,
             .depth = candidates.depth,
@@ -108,9 +109,9 @@ class BlockDrafter : public Drafter {
   HeadParts parts_;
 
  private:
-  static constexpr int kRepaired = 16;
+  static constexpr int kRepaired = 16;  // least tokens of num_recent
 
-  // A convolution around a block of a layer: both sides have weights from one projection.
+  // A convolution before and one after an attention or MLP. One projection gives both weights.
   struct Conv {
     std::string name;
     LinearMethod* projection;  // [2 width H / group, H]
@@ -144,7 +145,6 @@ class BlockDrafter : public Drafter {
   void append(const Layer& layer, OpList& ops) const;
   void append_block(const Conv& conv, const Block& block, const RmsNorm& norm, OpList& ops) const;
   void append_conv(const Conv& conv, int side, const Value& out, const Value& x, OpList& ops) const;
-  StepTokens step_of(const DraftBatch& batch) const;
   // Stores the keys and values of the step's tokens from their hidden states x [T, m H].
   void store_context(const Context& ctx, const Step& step, const Tensor& x);
   // Stores the context rows of the last tokens.

@@ -80,6 +80,14 @@ struct DraftBatch {
 
   // Drafted tokens of each sequence.
   int num_tokens() const { return shape.tree_size - 1; }
+  // The sequences of a step of the draft, without its tokens and lengths.
+  StepTokens step_tokens() const {
+    return {.num_seqs = num_seqs,
+            .max_kv = max_kv,
+            .seq_slots = seq_slots,
+            .page_table = page_table,
+            .max_pages = max_pages};
+  }
 };
 
 // A prompt chunk of each of B sequences.

@@ -4,7 +4,7 @@
 //
 // Schedule: one thread computes 8 elements of a row. A CTA has 128 such threads, all of one row.
 //
-// Surprising: rows before the block are left out, not read as zeros, so sequences never touch.
+// Surprising: terms of rows before the block are skipped, so no row reads another sequence.
 #include "kernels/layer/block_conv.h"
 
 #include "core/launch.h"

@@ -1,10 +1,10 @@
 // A short causal convolution over the rows of a draft block, with weights of each row (DFlash2).
 //
-//   y[j, c] = sum_{t < width} (base[t, c] + delta[j, first + t * H / group + c / group]) * x[j - t,
-//   c]
+//   y[j, c] = sum_{t < width} w[j, t, c] * x[j - t, c]
+//   w[j, t, c] = base[t, c] + delta[j, first + t * H / group + c / group]
 //
-// Rows of a sequence are contiguous; j counts within its block of `num_rows` rows, and x[j - t] is
-// 0 for t > j. Sums are in float32 and rounded once.
+// A block has `num_rows` contiguous rows, and j is the row within its block. If t > j, x[j - t] is
+// 0. Sums are in float32 and rounded once.
 #pragma once
 
 #include "kernels/op.h"

@@ -2,8 +2,8 @@
 //
 // Roofline: latency of one launch.
 //
-// Surprising: the rows of a tree's level are sequences of their own, so attention needs no mask of
-// ancestors and no entry of the draft.
+// Surprising: each row of a tree's level is a sequence of its own. So its mask of ancestors is 0,
+// and attention reads no entry of the draft.
 #include "kernels/tree/keyless_rows.h"
 
 #include "core/launch.h"

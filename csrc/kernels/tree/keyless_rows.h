@@ -1,6 +1,5 @@
-// The rows of a draft that keeps no keys: it reads the target's. All rows are at position L, that
-// of the root, and see the L cached entries alone. So each row is a sequence of its own, of one
-// token.
+// The rows of a draft that stores no keys and reads those of the target. All rows are at the root's
+// position L, and attend to the L cached entries only. So each row is a sequence of one token.
 #pragma once
 
 #include "kernels/op.h"
@@ -27,8 +26,8 @@ struct KeylessRowsParams {
 };
 
 inline void check_keyless_rows(const KeylessRowsParams& p) {
-  CHECK(p.num_seqs >= 0 && p.num_rows >= 1, "keyless_rows: {} sequences of {} rows, expected rows",
-        p.num_seqs, p.num_rows);
+  CHECK(p.num_seqs >= 0 && p.num_rows >= 1,
+        "keyless_rows: {} sequences of {} rows, expected at least 1 row", p.num_seqs, p.num_rows);
 }
 REGISTER_OP(keyless_rows, KeylessRowsParams)
 

@@ -10,8 +10,8 @@
 //                                          scores four predecessors, and a lane is a successor
 //   lattice_tree  a warp for each sequence a lane is a candidate; one node after another
 //
-// Surprising: a frontier of two entries for each node suffices for the exact best tree, since a
-// sibling is found again by its score: the largest one that is not larger.
+// Surprising: two frontier entries for each node, its next sibling and its best child, suffice for
+// the exact best tree. Scores name the next sibling: among equal ones it is the next index.
 #include <cmath>
 
 #include "core/launch.h"
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   const int position = seq * p.depth + depth, num_parents = depth == 0 ? 1 : k;
   const int* const candidates = p.candidates + position * k;
 
-  // Rows beyond the last repeat it and missing rows read row 0, so no load waits for a branch.
+  // Rows beyond the last repeat the last one, and missing candidates read row 0. So no load waits
+  // for a branch.
   int parents[kHeld], children[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
 
 // ---- lattice_tree
 
-constexpr int kFrontier = 2 * kMaxTreeSize;  // each node adds a sibling and a child
+constexpr int kFrontier = 2 * kMaxTreeSize;  // entries: each node adds a sibling and a child
 
 // A node that may be added next.
 struct Entry {

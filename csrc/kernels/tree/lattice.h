@@ -44,12 +44,12 @@ REGISTER_OP(block_rows, BlockRowsParams)
 // depth d:
 //
 //   s(a, b) = logprob(b) + sum_i predecessor[a, i] * gate[d, i] * successor[b, i]
-//   pairs   = s(a, b) - log(sum over b of exp(s(a, b)) + rest) + mass
+//   pairs   = s(a, b) - log(sum over b of exp(s(a, b)) + rest) + more
 //
 // p is the sum over b of exp(logprob(b)), the probability of all candidates.
 //
-//   keeps_rest  rest           mass    meaning
-//   false       0              log p   the pairs share out what the candidates have (DFlash2)
+//   keeps_rest  rest           more    meaning
+//   false       0              log p   the pairs below a parent have the probability p (DFlash2)
 //   true        max(0, 1 - p)  0       the other tokens keep their logits (DSpark)
 struct PairScoresParams {
   int num_seqs = 0;                  // B
@@ -71,8 +71,8 @@ REGISTER_OP(pair_scores, PairScoresParams)
 
 // Drafts from a lattice the M paths with the highest scores, as a tree: best-first, so each parent
 // precedes its children (Liu et al. prove it for marginals; DDTree). If two scores are equal, the
-// node that could be added first wins, a sibling before a child. Among candidates with equal scores
-// the lower index comes first.
+// node that could be added first wins, a sibling before a child. Of candidates with equal scores
+// the one with the lower index is first.
 //
 // A chain is the greedy path: at each depth the best candidate below the one before. It has
 // min(M, depth) tokens.
@@ -83,7 +83,8 @@ struct LatticeTreeParams {
   int depth = 0;  // of the longest path, at most that of the lattice
   bool chain = false;
   // Added to the score of each node whose parent is not on the greedy path, at most 0. Without
-  // pairs a child's score ignores that its parent is an unlikely one.
+  // pairs the score of a child does not depend on its parent, and is too high below an unlikely
+  // one.
   float off_path = 0;
   Draft draft;  // out, with parents and scores
 };

@@ -1,9 +1,10 @@
 // DFlash2 heads: "dflash2". Two parts are added to DFlash.
 //
-//   convolution  around each attention and MLP, over the rows of the block
-//   (kernels/layer/block_conv.h) selector     logit of candidate b below a: U(b) + sum of A[a] * (W
-//   h) * B[b], where U are the
-//                head's logits, A and B codebooks, and h the hidden state that gave U
+// A convolution over the rows of the block is before and after each attention and MLP
+// (kernels/layer/block_conv.h).
+//
+// A selector scores candidate b below candidate a: U(b) + sum_i A[a, i] * (W h)[i] * B[b, i]. U are
+// the head's logits, h is the hidden state that gave U, and A and B are codebooks.
 #include "speculative/block_drafter.h"
 
 namespace cpmcu {

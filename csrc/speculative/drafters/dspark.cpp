@@ -1,8 +1,8 @@
 // DSpark heads: "dspark". A low-rank bigram (the Markov head) is added to a DFlash network whose
 // root row predicts, too: the logit of token b below a is U(b) + W2[b] . W1[a].
 //
-// Here only the likeliest tokens of U get the bigram; the others keep their logits. Source: DSpark,
-// DeepSeek-AI's DeepSpec, 2026.
+// The engine adds the bigram only to the K likeliest tokens of U; the others keep U. Source:
+// DSpark, DeepSeek-AI's DeepSpec, 2026.
 #include "speculative/block_drafter.h"
 
 namespace cpmcu {
@@ -36,7 +36,8 @@ class DSparkDrafter : public BlockDrafter {
   }
 
  protected:
-  // markov_w2 of a smaller vocabulary has its rows. With FR-Spec it has those of the target's.
+  // If the draft's own vocabulary is smaller, markov_w2 has a row for each of its tokens. With
+  // FR-Spec, markov_w2 has a row for each token of the target.
   bool own_ids() const override { return num_successors_ != target_.vocab_size; }
 
   Lattice score(const Context& ctx, const DraftBatch& batch,

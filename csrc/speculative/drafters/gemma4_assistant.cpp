@@ -5,8 +5,8 @@
 //   logits = lm_head of norm(h); the next hidden state = post_projection of norm(h)
 //
 // The hidden state is the target's after its final norm, of the last cached token. For a drafted
-// token it is the state that its parent gave. All drafted tokens have the root's position. So a
-// step without a draft leaves no gap, and prompts need no pass of the draft.
+// token it is the state that its parent gave. All drafted tokens have the root's position. The
+// assistant stores nothing, so a step without a draft leaves no gap, and prompts need no pass.
 // Source: transformers, Gemma4AssistantForCausalLM.
 #include <memory>
 #include <vector>
@@ -19,6 +19,7 @@
 #include "pass/replay.h"
 #include "speculative/beam_drafter.h"
 #include "speculative/draft_head.h"
+#include "speculative/head_parts.h"
 
 namespace cpmcu {
 namespace {
@@ -40,7 +41,7 @@ class Gemma4Assistant : public BeamDrafter {
         final_norm_(model(), spec_.scope + "norm") {
     spec_.options.check_known("a Gemma 4 assistant", {"topk", "vocab_ids", "own_head"});
     CHECK(target.num_ranks == 1,
-          "a Gemma 4 assistant reads the target's keys, which {} GPUs share out; expected "
+          "a Gemma 4 assistant reads the target's keys, which are divided among {} GPUs; expected "
           "tensor_parallel_size 1",
           target.num_ranks);
     for (int i = 0; i < model().num_hidden_layers; ++i) {
@@ -124,9 +125,7 @@ class Gemma4Assistant : public BeamDrafter {
     post_->finish_loading(ctx);
     for (const auto& layer : layers_) layer->block().finish_loading(ctx);
     head_.finish_loading(ctx, target);
-    CutTarget cut = CutTarget::of(ctx);
-    cut.prefetches = false;
-    pass_.cut(cut);
+    pass_.cut(HeadParts::cut_target(ctx));
   }
 
   void prefill(const Context&, const DraftPrompt&) override {}  // it keeps nothing of a prompt
