@@ -1,8 +1,8 @@
 """Many sequences side by side: `cpmcu bench --sequences 1,8,32`.
 
 All sequences run through one `LLM.generate`. Each has its own random prompt and emits equally many
-tokens. A first call emits one token each, and its time is that of the prompts. The time of the rest
-is the difference to the whole call. Both are medians of `REPEATS` calls.
+tokens. A call that emits one token of each sequence takes the time of the prompts. A whole call
+takes longer by the time of the other tokens. Both times are medians of `REPEATS` calls.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def run_sequences(
 def _check_room(llm: LLM, count: int, length: int) -> None:
     if count > llm.max_num_seqs:
         raise ValueError(
-            f"max_num_seqs is {llm.max_num_seqs}, but {count} sequences are to run side by side"
+            f"max_num_seqs is {llm.max_num_seqs}, expected at least {count}: raise it or lower "
+            "--sequences"
         )
     load = llm.engine_load()
     page = load.page_size

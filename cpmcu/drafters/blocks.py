@@ -8,8 +8,8 @@
 | `mask_embedding` | [H], instead of the table's row of mask_token_id |
 | `embed_tokens.weight`, `lm_head.weight` | copies of the target's; with `d2t` an own lm_head |
 
-Names may begin with `model.`. Keys may be in `dflash_config` or `dspark_config`, which come before
-those of the top level. Files in the format of speculators have the keys of the layers in
+Names may begin with `model.`. Keys in `dflash_config` or `dspark_config` override those of the top
+level. Files in the format of speculators have the keys of the layers in
 `transformer_layer_config`.
 """
 
@@ -58,8 +58,7 @@ _ALIASES = (
     (re.compile(r"\.self_attn\.attention_sink_bias$"), ".self_attn.sinks"),
     (re.compile(r"^(candidate_selector\.\w+_codebook)\.weight$"), r"\1"),
 )
-# Parts of tensor names that other heads over the same network have. Their architectures have the
-# names, too.
+# Heads with further parts: the prefix of their tensors -> a text that is in their architectures.
 _OTHERS = {
     "xpress_head.": "XPress",
     "lilicorr.": "LiLiCorr",
@@ -179,7 +178,7 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
     if found:
         raise ValueError(
             f"the draft has {found[0]}, expected DFlash, JetSpec, DFlash2 or DSpark without "
-            "further parts: without this one it would draft something else"
+            "further parts: without this part the engine would draft other tokens"
         )
     reader = ConfigReader(config)
     for key in ("rope_is_neox_style", "is_neox_style"):
@@ -190,7 +189,7 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def _candidates(given: BlockOptions, head: BlockHead, drafted: int) -> int:
-    """`drafted`: tokens of the draft's vocabulary."""
+    """The candidates of a position. `drafted`: tokens of the draft's vocabulary."""
     asked = given.spec_topk_per_iter
     if asked in (None, 1):
         return head.topk if head.fixed_topk else min(head.topk, drafted)
@@ -334,7 +333,7 @@ def _mask(
 def _tables(
     draft: DraftFiles, target: TargetModel, named: Mapping[str, str], vocab_ids: Sequence[int]
 ) -> tuple[bool, dict[str, str]]:
-    """(Does the draft have an lm_head of its own, tensors that are not read and why.)
+    """(Has the draft an lm_head of its own?, tensors that are not read -> the reason.)
 
     Raises ValueError if the embedding table is not a copy of the target's.
     """

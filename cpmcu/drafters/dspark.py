@@ -50,10 +50,10 @@ class DSpark:
             )
         if rank and config.get("final_logit_softcapping"):
             raise reader.fail(
-                "final_logit_softcapping", "none of a Markov head, which adds to logits before it"
+                "final_logit_softcapping", "no cap, as the Markov head adds to logits before a cap"
             )
         if rank and reader.positive_float("logit_scale", default=1.0) != 1:
-            raise reader.fail("logit_scale", "1 for a Markov head, whose bias it scales, too")
+            raise reader.fail("logit_scale", "1, as it would scale the Markov head's bigram, too")
         of_speculators = "transformer_layer_config" in config
         separate = reader.flag("dspark_bonus_anchor", default=of_speculators)
         confidence = "the engine measures how many tokens are accepted"
@@ -79,7 +79,7 @@ def _rank(draft: DraftFiles, reader: ConfigReader) -> int:
     stated = reader.config.get("markov_rank")
     found = shape[-1] if shape else 0
     if stated is not None and stated != found:
-        raise reader.fail("markov_rank", f"{found}, as {_W1} has columns")
+        raise reader.fail("markov_rank", f"{found}, the columns of {_W1}")
     return found
 
 

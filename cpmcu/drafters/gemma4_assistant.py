@@ -9,7 +9,8 @@
 | `post_projection.weight` | [H, h]: the hidden state of the next token |
 | `masked_embedding.*` | not read: the engine computes the logits of all tokens |
 
-A layer attends to the keys and values of the target's last layer of its kind that has some.
+A layer attends to the keys and values of the target's last layer that is of its kind and stores
+keys.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cpmcu.quant.registry import plan_quant
 
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MASKED = "masked_embedding."
-# Of an attention block: what it must have in common with the target's layer.
+# Parameters of an attention block that are those of the target's layer.
 _SHARED = ("head_dim", "num_key_value_heads", "window", "rope_inv_freq", "rope_attention_scaling")
 
 

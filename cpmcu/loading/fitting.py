@@ -1,7 +1,7 @@
 """Fits an engine into the memory of its device.
 
 Unless the user gives them, `max_num_seqs` and `chunk_length` are chosen: the usual numbers, or
-smaller ones if a sequence could not have USEFUL_TOKENS otherwise. If the memory holds less than all
+smaller ones if a sequence could not have USEFUL_TOKENS otherwise. If the KV cache cannot hold all
 positions of the model, buffers are made for the length that it holds. No choice changes the text.
 
 If the model does not fit, or if it leaves little room for a context, a sentence names the fields
@@ -22,9 +22,9 @@ USEFUL_TOKENS = 4096  # a context that serves a conversation
 _LEAST_CHUNK = 512  # a shorter one makes prompts slow
 _STEPS = 6  # halvings of the search for a length
 
-# The longest sequence of an engine with this configuration, whose buffers are made for so many
-# tokens; 0: for all positions. Raises MemoryError if the model does not fit, ValueError for a
-# configuration that the model cannot have.
+# (configuration, n) -> the longest sequence of an engine whose buffers are made for n tokens. n = 0
+# means all positions. Raises MemoryError if the model does not fit, ValueError for a configuration
+# that the model cannot have.
 Plan = Callable[[EngineConfig, int], int]
 
 
@@ -129,7 +129,7 @@ def _changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def _advice(config: EngineConfig, most_tokens: int, wanted: int, plan: Plan) -> str:
-    """A sentence with the fields that make room for `wanted` tokens, or for most tokens.
+    """A sentence with the fields that make room for `wanted` tokens, or else for as many as can be.
 
     Returns "" if the model does not fit with any of them.
     """

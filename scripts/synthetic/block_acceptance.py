@@ -13,15 +13,17 @@ a random unit vector. An embedding has four parts:
 A row of lm_head has the vector of the token before it and its own ahead vector. So the target's
 logit of the next token is by far the largest.
 
-The last layer's attention copies the first part of the root's embedding to all rows of a block:
-queries read ONE, keys ROOT. fc negates ROOT, and the mask token's is negative, so the keys of all
-other tokens are opposite to the queries. Then the root and the D tokens after it have equal and the
-largest logits in each row, and the bigram alone chooses among these candidates. After an accepted
-token the bigram's score of the right token is the largest, after other tokens the smallest. So no
-tree has the right token there, and chains and trees accept 1 + P + ... + P^D tokens in a step.
+The last layer's attention copies the first part of the root's embedding to all rows of a block.
+Queries read ONE, and keys read ROOT. fc negates ROOT of context rows, and ROOT of the mask token is
+negative. So only the root's key agrees with the queries. Then the root and the D tokens after it
+have the largest logits in each row, all equal. The bigram alone chooses among these candidates.
 
-With `second` S, after a fraction S of those other tokens the best candidate is the same token once
-more, and the right one comes second.
+After an accepted token the bigram's score of the right token is the largest, after other tokens the
+smallest. So no tree has the right token there, and chains and trees accept 1 + P + ... + P^D tokens
+in a step.
+
+With `second` S, a fraction S of those other tokens differs. The best candidate after such a token
+is the token itself, and the right one is second.
 
 DFlash and JetSpec heads have no bigram, so nothing tells their rows apart. For them there is no
 such pair.
@@ -92,7 +94,9 @@ def make_plan(
     """`config`, `draft`: of the target and of the draft, with overrides."""
     mask, rows = size(draft, "mask_token_id"), size(draft, "block_size")
     if mask >= config["vocab_size"]:
-        raise SystemExit(f"mask_token_id is {mask}, but the target has {config['vocab_size']} ids")
+        raise SystemExit(
+            f"mask_token_id is {mask}, expected an id below the target's {config['vocab_size']}"
+        )
     pair = lay_out(config | {"mask_token_id": mask}, seed, acceptance, draft_vocab, second)
     ahead = [pair.embed_rows]
     for _ in range(rows if kind == "dspark" else rows - 1):
@@ -143,7 +147,7 @@ def table(
 
 
 def head_input(target: Config) -> float:
-    """The factor of the head's input in the target. In the draft it is 1, so logits are larger."""
+    """The factor of the head's input in the target. In the draft it is 1."""
     hidden: int = target["hidden_size"]
     factor: float = target.get("dim_model_base", hidden) / hidden
     return factor

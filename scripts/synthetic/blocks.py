@@ -9,8 +9,9 @@ The shapes are those of the published heads:
 | jetspec | JetSpec/jetspec-qwen3-8b | 1.05 G |
 | dflash2 | z-lab/Qwen3.8-27B-DFlash2 | 1.92 G |
 
-The copies of the target's tables are left out, as no engine keeps them. The number of layers of the
-JetSpec head follows from its size: five layers that read five hidden states have 1.05 G parameters.
+The copies of the target's tables are left out, since the engine reads the target's own. The number
+of layers of the JetSpec head follows from its size: five layers that read five hidden states have
+1.05 G parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, norm, no
 
 LAYERS = 5  # of a draft, and hidden states of the target that it reads
 MASK_IDS = {151936: 151669, 248320: 248070}  # vocab_size -> mask token of Qwen3 and Qwen3.5 to 3.8
-MIXING = 0.02  # of neighbouring rows of a block by the convolutions
+MIXING = 0.02  # size of the random weights of the convolutions over rows of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def block_tensors(config: Config) -> Iterator[TensorSpec]:
 
 
 def conv_tensors(config: Config, prefix: str) -> Iterator[TensorSpec]:
-    """A convolution over the rows of a block that hardly mixes them."""
+    """A convolution over the rows of a block, with small weights of the rows before."""
     hidden, width = config["hidden_size"], size(config, "conv_kernel_size")
     shape = (2, width, hidden)
     yield TensorSpec(f"{prefix}base_kernel", shape, identity_kernel(width, hidden))

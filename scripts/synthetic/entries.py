@@ -1,4 +1,7 @@
-"""Matrices of noise with a few chosen elements, dense or in 4 bits. Zeros would run faster."""
+"""Matrices of noise with a few chosen elements, dense or in 4 bits.
+
+Matrices of zeros would run faster than real weights.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def dense_entries(name: str, rows: int, columns: int, entries: Entries) -> Tenso
 def entries_in_4_bits(
     module: str, rows: int, columns: int, entries: Entries
 ) -> Iterator[TensorSpec]:
-    """The same in 4 bits: other elements of a group with a chosen one are zero."""
+    """The same in 4 bits. If a group has a chosen element, its other elements are zero."""
     noise = NOISE / math.sqrt(columns) / LEVELS_STD
     row, column = entries.rows, entries.columns
     group = column // GROUP_SIZE

@@ -11,10 +11,10 @@ tokens before it are known.
               logits = target's lm_head(norm(x))
     dspark    logits = logits + W2 W1[previous token] row j predicts token p + j + 1
 
-Rows of dflash and jetspec fill their own place: row j predicts token p + j, so row 0 predicts
-nothing. A row of jetspec sees no later rows of its block. Attention is Qwen3's: queries and keys
-are normalised in each head. s is the target's scale_emb. A scale of the target's logits is part of
-the norm's weight, since files with a Markov head have no such scale.
+Row j of dflash and jetspec predicts token p + j, so row 0, the anchor, predicts nothing. A row of
+jetspec sees no later rows of its block. Attention is Qwen3's: queries and keys are normalised in
+each head. s is the target's scale_emb. A scale of the target's logits is part of the norm's weight,
+so the files need no output_multiplier.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class Block(Head):
         rank: int = 48,
         **shape: int,
     ) -> None:
-        """`tokens`: that a block predicts. `rank`: of the Markov head of a dspark draft."""
+        """`tokens`: number that a block predicts. `rank`: of the Markov head of a dspark draft."""
         super().__init__(target, **shape)
         if kind not in KINDS:
             raise ValueError(f"the kind is {kind!r}, expected one of {', '.join(KINDS)}")
         self.kind, self.longest = kind, tokens
-        self.first_row = 0 if kind == "dspark" else 1  # that predicts
+        self.first_row = 0 if kind == "dspark" else 1  # the first row that predicts
         self.aux_layers = aux_layers(target["num_hidden_layers"])
         size, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
@@ -189,7 +189,7 @@ class Block(Head):
 
     @torch.no_grad()
     def initialise_from(self, target: Target, seed: int) -> None:
-        """Begins with the target's last layers, as far as shapes agree, and its final norm.
+        """Copies the target's final norm, and tensors of its last layers if the shapes are equal.
 
         The last auxiliary hidden state passes through fc, so the keys and values of the last layer
         are almost the target's. The mask resembles a token.

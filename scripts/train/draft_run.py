@@ -1,4 +1,4 @@
-"""What the training programs of drafts share: flags, training text, summary."""
+"""Code shared by the training programs of drafts: flags, training text, summary."""
 
 from __future__ import annotations
 

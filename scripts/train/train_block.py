@@ -4,8 +4,8 @@
 
 Each window of text has several anchors. From each of them the drafter predicts a whole block in
 one pass, and learns the target's next-token distribution of every position. The Markov head of
-DSpark reads the text's own previous tokens. If the held-out loss improves, the whole destination
-is written again.
+DSpark reads the text's own previous tokens. Each time the held-out loss improves, the program
+writes all files of the destination again.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class BlockDistillation(nn.Module):
         position_weight: float = 0.8,
         label_temperature: float = 1.0,
     ) -> None:
-        """`anchors`: of a window. The loss of the j-th drafted token has weight
-        position_weight^j.
+        """`anchors`: number in a window. `label_temperature`: of the distribution that is learnt.
 
-        label_temperature: of the distribution that is learnt.
+        The loss of the j-th drafted token has weight position_weight^j.
         """
         super().__init__()
         self.head = head
@@ -68,8 +67,8 @@ class BlockDistillation(nn.Module):
         self.position_weight = position_weight
         self.label_temperature = label_temperature
 
-    def places(self, count: int, device: torch.device) -> Tensor:
-        """Anchors in 1 .. count, one in each of equal parts: random ones in training."""
+    def choose_anchors(self, count: int, device: torch.device) -> Tensor:
+        """Anchors in 1 .. count, one in each of equal parts: random in training, else middles."""
         number = min(self.anchors, count)
         bounds = torch.arange(number + 1, device=device) * count // number
         inside = torch.rand(number, device=device) if self.training else 0.5
@@ -84,7 +83,7 @@ class BlockDistillation(nn.Module):
         (target,), head = self.frozen, self.head
         whole = torch.cat((ids, targets[:, -1:]), dim=1)  # [B, T + 1]
         count = ids.shape[1]
-        anchors = self.places(count, ids.device)
+        anchors = self.choose_anchors(count, ids.device)
         places = anchors[:, None] + torch.arange(head.longest, device=ids.device)
         known = places <= count  # [A, longest]
         places = places.clamp(max=count)

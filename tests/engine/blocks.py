@@ -80,7 +80,7 @@ class Pair:
         self.target, self.draft = write(directory, case)
         of_target = NumpyTarget(self.target.fields(), self.target.weights, np.float64)
         self.network = NumpyBlock(of_target, self.draft.config, self.draft.weights)
-        self.shape = speculation["spec_num_iter"]
+        self.depth = speculation["spec_num_iter"]
         self.engine = load(self.target, self.draft.directory, speculation, **config)
 
     def start(self, ids: Sequence[int], chunk: int = 0, **fields: Any) -> Sequenced:
@@ -95,7 +95,7 @@ class Pair:
             assert engine.reserve(each.slot, min(wanted, engine.max_model_len))
         drafts = engine.begin_masked(slots, shape)
         for each, (tokens, parents) in zip(sequences, drafts):
-            depth = self.shape if shape is None else shape[0]
+            depth = self.depth if shape is None else shape[0]
             assert tokens[0] == each.text[-1]
             each.drafts.append((len(each.text) - 1, tokens, parents, depth))
         nodes = sum(len(tokens) for tokens, _ in drafts)

@@ -181,7 +181,7 @@ def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_drafts_in_bfloat16(kind: str, device: str, tmp_path: Path) -> None:
-    """Nearly all drafts hold the likeliest nodes, up to rounding."""
+    """More than 80 % of the drafts hold the likeliest nodes, up to rounding."""
     sizes = {"hidden_size": 128, "head_dim": 64, "vocab_size": 40}
     pair = Pair(
         tmp_path, Case(kind, target=sizes, dtype="bfloat16"), TREE, device=device, memory_limit=0.2
@@ -298,7 +298,7 @@ def test_sequences_of_a_batch_are_alone(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_at_the_end_of_the_context(kind: str, tmp_path: Path) -> None:
-    """The rows of the last blocks have positions after the last one."""
+    """Rows of the last blocks have positions beyond max_model_len."""
     pair = Pair(tmp_path, Case(kind), TREE, max_model_len=128)
     each = pair.start(text_of(110))
     while len(each.text) + TREE["spec_num_iter"] < 128:
@@ -331,7 +331,7 @@ def test_a_prefix_hit_changes_no_draft(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -> None:
-    """Also the keys and values of the context, a part of the rows of a fused matrix."""
+    """Context rows use only the rows of k and v in a fused matrix."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "vocab_size": VOCAB}
     target = write_tiny(tmp_path / "t", "qwen3", num_hidden_layers=3, **sizes)
     made = write_block(tmp_path / "d", kind, target)

@@ -217,7 +217,7 @@ def test_a_prefix_hit_changes_no_token(tmp_path: Path, device: str) -> None:
 
 
 def test_ordered_embeddings_are_not_read(tmp_path: Path) -> None:
-    """The head of all tokens is computed, so that of some clusters is not needed."""
+    """The engine computes the logits of all tokens, so it needs no head over clusters."""
     keys = {"use_ordered_embeddings": True, "num_centroids": 4, "centroid_intermediate_top_k": 2}
     target, draft = pair(tmp_path, "cpu", **keys)
     ids = PROMPTS[3]

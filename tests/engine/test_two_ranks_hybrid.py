@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
 
 
 def check_logits(models: Models, family: str, dtype: str = "float32") -> None:
-    """Sums in another order, and parts rounded to `dtype` of the files, on CUDA to 16 bits."""
+    """The ranks add in another order, and round parts to `dtype`, on CUDA to 16 bits."""
     one = models.engine(family, None, tensor_parallel_size=1)
     two = models.engine(family, None)
     expected, got = prompt_logits(one, PROMPTS[5]), prompt_logits(two, PROMPTS[5])

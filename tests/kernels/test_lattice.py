@@ -212,7 +212,7 @@ def test_a_tree_has_the_best_paths(
 @on_devices
 @pytest.mark.parametrize("pairs", [False, True])
 def test_equal_scores(device: str, pairs: bool) -> None:
-    """Among equal candidates the first comes first. Children wait in the order of their parents."""
+    """Of equal candidates the lowest index is first. Equal nodes come in their parents' order."""
     trees = Trees(2, 3, 4, pairs)
     trees.scores[:] = -1.0
     trees.scores[1] = 0.0

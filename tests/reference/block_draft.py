@@ -30,7 +30,7 @@ CANDIDATES, OF_DSPARK = 16, 32  # most candidates of a position
 
 
 def merged_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested keys come before those of the top level."""
+    """Nested keys override those of the top level."""
     objects = ("transformer_layer_config", "dflash_config", "dspark_config")
     layers, *nested = (config.get(key) or {} for key in objects)
     return {**layers, **config, **nested[0], **nested[1]}
@@ -341,7 +341,7 @@ class Lattice:
     ) -> None:
         """Asserts that a drafted tree (node 0: the root) is that of this lattice.
 
-        Where scores differ by less than `margin`, either node may be there.
+        Nodes whose scores differ by less than `margin` may replace each other.
         """
         expected = self.draft(depth, len(tokens))
         paths: list[tuple[int, ...]] = [()]

@@ -1,4 +1,4 @@
-"""Checkpoints of published shapes without weights: headers are true, almost all data are holes."""
+"""Checkpoints of published shapes without weights: complete headers, and holes instead of data."""
 
 from __future__ import annotations
 

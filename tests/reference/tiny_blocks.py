@@ -1,6 +1,6 @@
 """Writes tiny random block drafters for a tiny target: DFlash, JetSpec, DFlash2 and DSpark.
 
-draft = write_block(tmp_path / "draft", "dspark", target, markov_rank=0)
+    draft = write_block(tmp_path / "draft", "dspark", target, markov_rank=0)
 
 The layouts are those of the published files. Tensors follow from the config, so that a changed key
 changes them, too.
@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "dflash2": "DFlash2DraftModel",
     "dspark": "Qwen3DSparkModel",
 }
-# Keys that no tensor of the network says.
+# Keys of nested objects, by kind.
 NESTED: dict[str, dict[str, Any]] = {
     "dflash": {"target_layer_ids": [0, 1]},
     "jetspec": {"target_layer_ids": [0, 1], "causal_head": True},
@@ -39,6 +39,7 @@ NESTED: dict[str, dict[str, Any]] = {
         "selector_top_k": 4,
     },
 }
+# Keys of the top level that differ from the defaults, by kind.
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "dflash": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -78,7 +79,7 @@ def block_config(kind: str, target: TinyCheckpoint, **overrides: Any) -> dict[st
         "num_key_value_heads": 2,
         "head_dim": of_target.get("head_dim") or 16,
         "hidden_act": "silu",
-        "rms_norm_eps": 0.01,  # like the theta not the target's
+        "rms_norm_eps": 0.01,  # differs from the target's, as rope_theta does
         "rope_theta": 20000.0,
         "max_position_embeddings": of_target["max_position_embeddings"],
         "attention_bias": False,

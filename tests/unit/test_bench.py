@@ -216,7 +216,7 @@ def test_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     extension_or_skip()
     flags = ["--sequences", "8", *FEW, "--no-speculation"]
     assert main([*flags, "--max-num-seqs", "4"]) == 1
-    assert "max_num_seqs is 4, but 8 sequences" in capsys.readouterr().err
+    assert "max_num_seqs is 4, expected at least 8" in capsys.readouterr().err
     assert main([*flags, "--max-model-len", "60"]) == 1
     assert "8 sequences of 69 tokens need a KV cache of 1024" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The numpy reference of block drafters: its limits are known drafts, its trees are the best."""
+"""The numpy reference of block drafters: known drafts in special cases, and exact trees."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_pairs_of_zero_are_marginals(target: TinyCheckpoint, tmp_path: Path) -> 
 
 
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """DFlash2's share out the mass of the candidates. DSpark's with all tokens have all mass."""
+    """Those of DFlash2 sum to the candidates' probability, those of DSpark with all tokens to 1."""
     drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))
     lattice = drafter.lattice(states, ROOT)
     mass = np.exp(-np.sort(-log_softmax(drafter.logits(drafter.hidden(states, ROOT))))[:, :4])
@@ -158,7 +158,7 @@ def test_context_of_parts_is_that_of_the_whole(target: TinyCheckpoint, tmp_path:
 
 @pytest.mark.parametrize("off_path", [0.0, -1.2])
 def test_a_tree_holds_the_best_paths(off_path: float) -> None:
-    """Of all paths, in random lattices: a subset of them is closed under parents by itself."""
+    """Of all paths, in random lattices. No child scores above its parent, so parents are there."""
     rng = np.random.default_rng(0)
     for _ in range(30):
         depth, topk = int(rng.integers(1, 5)), int(rng.integers(1, 5))

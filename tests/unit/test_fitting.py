@@ -1,4 +1,4 @@
-"""Models in cards of 8 to 32 GB: what fits without flags, and what a refusal names.
+"""Models on cards of 8 to 32 GB: what fits without flags, and what a refusal names.
 
 The checkpoints have the shapes of published models and no weights. The plans are those of a card
 with sm_86, which need not be here.
@@ -161,7 +161,7 @@ def test_a_head_in_4_bits_gives_its_memory_to_the_kv_cache(plan: Plan) -> None:
 
 
 def test_buffers_suit_the_length_that_fits(plan: Plan) -> None:
-    """A long context needs many partial results of attention; a short one leaves the room."""
+    """The buffer of attention's partial results is made for the context that fits."""
     engine = plan("qwen3.5-27b", 22).engine
     (partials,) = (row for row in engine.memory_plan() if row["name"] == "attention.partials")
     assert partials["bytes"] < 1 << 30

@@ -135,7 +135,7 @@ def test_right_second_choices_are_in_larger_trees(kind: str, tmp_path: Path) -> 
         (["--draft-set", "block_size=4"], "--draft-set needs --draft-kind"),
         (
             ["--draft-set", "mask_token_id=9000"],
-            "mask_token_id is 9000, but the target has 4096 ids",
+            "mask_token_id is 9000, expected an id below the target's 4096",
         ),
         (["--draft-set", "hidden_size=128"], "the draft's hidden_size must be the target's"),
         (["--draft-set", "target_layer_ids=[]"], "target_layer_ids is .*, but must be a list"),

@@ -162,7 +162,7 @@ def test_a_few_steps_lower_the_loss_and_the_engine_reads_the_files(
 def test_labels_are_those_of_the_places_that_rows_predict(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """The loss in one pass is that of blocks one by one. Places after the window count nothing."""
+    """The loss of one pass is that of single blocks. Positions after the window have no weight."""
     import torch
 
     _, target, head = make(recipe, tmp_path, "minicpm", "dspark")
@@ -191,12 +191,12 @@ def test_anchors_are_spread_and_distinct(recipe: SimpleNamespace, tmp_path: Path
     for count in (1, 7, 8, 9, 64):
         model.train()
         for _ in range(5):
-            places = model.places(count, torch.device("cpu")).tolist()
+            places = model.choose_anchors(count, torch.device("cpu")).tolist()
             assert len(set(places)) == len(places) == min(8, count)
             assert places == sorted(places) and min(places) > 0 and max(places) <= count
         model.eval()
-        first = model.places(count, torch.device("cpu"))
-        assert torch.equal(first, model.places(count, torch.device("cpu")))
+        first = model.choose_anchors(count, torch.device("cpu"))
+        assert torch.equal(first, model.choose_anchors(count, torch.device("cpu")))
 
 
 def walk(recipe: SimpleNamespace, head: Any, target: Any, text: list[int]) -> list[int]:

@@ -23,8 +23,8 @@ class BlockOptions(FrSpecOptions):
 
     spec_layer_shift: int = option(
         0,
-        "read hidden states of the target this many layers later than the draft's files say; to "
-        "find files whose trainer counted layers otherwise",
+        "read hidden states of the target this many layers later than the draft's files say, to "
+        "test whether their trainer counted layers otherwise",
         least=-1,
         most=1,
         brief="",
