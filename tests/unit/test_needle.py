@@ -51,7 +51,7 @@ def test_statements_are_at_their_depths() -> None:
     ("flags", "message"),
     [
         (["--apply-sparse", "no"], "--apply-sparse is given with --needle"),
-        (["--model", "x", "--plot", "x.png"], "--plot is given with --needle"),
+        (["--model", "x", "--plot", "x.png"], "--needle and --plot are both given"),
         (["--needle-texts", "0"], "--needle-texts is 0, but must be at least 1"),
     ],
 )
