@@ -1,4 +1,4 @@
-// C.ops of drafters that are no chain of EAGLE's kind: blocks, and drafts without keys.
+// C.ops of block drafters, and of a draft that keeps no keys.
 #include "kernels/bind_fields.h"
 #include "kernels/layer/block_conv.h"
 #include "kernels/tree/keyless_rows.h"

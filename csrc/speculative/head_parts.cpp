@@ -10,14 +10,18 @@ HeadParts::HeadParts(const DrafterSpec& spec, const std::vector<int>& vocab_ids,
         target.hidden_size);
 }
 
+std::unique_ptr<LinearMethod> HeadParts::make_layer(const ModelSpec& model, const std::string& name,
+                                                    int64_t in_features, int64_t out_features) {
+  return make_linear(model.linear_method_of(name), {.parts = {{name, out_features}},
+                                                    .in_features = in_features,
+                                                    .dtype = model.dtype,
+                                                    .options = model.linear_options_of(name)});
+}
+
 LinearMethod* HeadParts::add_linear(const std::string& name, int64_t in_features,
                                     int64_t out_features) {
   linears_.push_back(
-      make_linear(model_.linear_method_of(name),
-                  {.parts = {{name, out_features > 0 ? out_features : int64_t{model_.hidden_size}}},
-                   .in_features = in_features,
-                   .dtype = model_.dtype,
-                   .options = model_.linear_options_of(name)}));
+      make_layer(model_, name, in_features, out_features > 0 ? out_features : width()));
   return linears_.back().get();
 }
 

@@ -36,6 +36,10 @@ class HeadParts {
   // A linear layer; `out_features` 0: hidden_size.
   LinearMethod* add_linear(const std::string& name, int64_t in_features, int64_t out_features = 0);
 
+  // A linear layer of a draft, by its name in the engine.
+  static std::unique_ptr<LinearMethod> make_layer(const ModelSpec& model, const std::string& name,
+                                                  int64_t in_features, int64_t out_features);
+
   // ---- set-up. `limits`: of the head's own steps; `max_logit_rows`: of DraftHead::forward.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, int max_logit_rows);
   void bind(const Arena& arena, const ModelState& state);

@@ -49,7 +49,7 @@ from scripts.synthetic.tensors import Config, Fill, TensorSpec, normal, tensor_s
 
 KINDS = ("dspark", "dflash2")  # kinds of heads with a bigram
 
-# Of an embedding, whose root mean square is about 1.
+# Two elements of each embedding. The root mean square of an embedding is about 1.
 ONE = ROOT = 4.0
 AHEAD = math.sqrt(0.5)  # norm of the first part over that of both vector parts
 

@@ -17,6 +17,15 @@ from model import Target
 from tokenizers import Tokenizer
 from trainer import Report, TrainConfig
 
+DEFAULTS = TrainConfig(
+    steps=3000,
+    batch_size=16,
+    seq_len=1024,
+    warmup_steps=100,
+    weight_decay=0.1,
+    eval_every=250,
+)
+
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
@@ -37,12 +46,12 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, defaults: TrainConfig) -> None:
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("training")
     run.add_argument("--learning-rate", type=float, help="peak; default 0.5 / hidden size")
     run.add_argument("--final-learning-rate", type=float, help="default: a thirtieth of the peak")
     for name in TrainConfig.__slots__:
-        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        flag, default = f"--{name.replace('_', '-')}", getattr(DEFAULTS, name)
         if name.endswith("learning_rate"):
             continue
         if isinstance(default, bool):

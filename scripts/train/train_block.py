@@ -35,15 +35,6 @@ from model import Target
 from torch import Tensor, nn
 from trainer import Report, TrainConfig, stop_on_signals, train
 
-DEFAULTS = TrainConfig(
-    steps=3000,
-    batch_size=16,
-    seq_len=1024,
-    warmup_steps=100,
-    weight_decay=0.1,
-    eval_every=250,
-)
-
 
 class BlockDistillation(nn.Module):
     """The drafter in training. `parameters()` has only the drafter's own parameters."""
@@ -147,7 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     shape.add_argument("--layers", type=int, default=2, help="layers of the draft")
     shape.add_argument("--tokens", type=int, default=5, help="tokens that a block predicts")
     shape.add_argument("--rank", type=int, default=48, help="of dspark's Markov head")
-    add_training_arguments(parser, DEFAULTS)
+    add_training_arguments(parser)
     return parser.parse_args()
 
 

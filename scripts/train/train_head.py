@@ -37,15 +37,6 @@ from mtp_head import Mtp
 from torch import Tensor, nn
 from trainer import Report, TrainConfig, stop_on_signals, train
 
-DEFAULTS = TrainConfig(
-    steps=3000,
-    batch_size=16,
-    seq_len=1024,
-    warmup_steps=100,
-    weight_decay=0.1,
-    eval_every=250,
-)
-
 
 class Distillation(nn.Module):
     """The head in training. `parameters()` has only the head's own parameters."""
@@ -224,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
         "--chained", action="store_true", help="mtp: a module reads the output of the one before"
     )
 
-    add_training_arguments(parser, DEFAULTS)
+    add_training_arguments(parser)
     return parser.parse_args()
 
 

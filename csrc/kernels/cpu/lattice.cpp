@@ -106,7 +106,7 @@ class Tree {
     if (p_.chain) return chain();
     add(0, 0, 0, 0, true, {});
     for (int node = 0; node < num_tokens && !frontier_.empty(); ++node) {
-      // Of equal scores the entry that was made first is taken.
+      // If scores are equal, the earlier entry is taken.
       const auto best = std::ranges::max_element(frontier_, {}, &Entry::score);
       const Entry entry = *best;
       frontier_.erase(best);

@@ -69,10 +69,10 @@ struct PairScoresParams {
 };
 REGISTER_OP(pair_scores, PairScoresParams)
 
-// Drafts from a lattice the M paths with the highest scores, as a tree: best-first, so each parent
-// precedes its children (Liu et al. prove it for marginals; DDTree). If two scores are equal, the
-// node that could be added first wins, a sibling before a child. Of candidates with equal scores
-// the one with the lower index is first.
+// Drafts the M paths of a lattice with the highest scores, as a tree. Nodes are added best-first,
+// so each parent precedes its children. Such a tree of marginals is DDTree's. If two scores are
+// equal, the node that became possible first wins; a sibling precedes a child. If candidates have
+// equal scores, the one with the lower index is first.
 //
 // A chain is the greedy path: at each depth the best candidate below the one before. It has
 // min(M, depth) tokens.

@@ -35,9 +35,10 @@ class Gemma4Assistant : public BeamDrafter {
   Gemma4Assistant(const DrafterSpec& spec, const ModelSpec& target)
       : BeamDrafter(with_cache_of(spec, target), target),
         head_(spec_, vocab_ids_, target),
-        pre_(make_projection("pre_projection", 2 * int64_t{target.hidden_size},
-                             model().hidden_size)),
-        post_(make_projection("post_projection", model().hidden_size, target.hidden_size)),
+        pre_(HeadParts::make_layer(model(), spec_.scope + "pre_projection",
+                                   2 * int64_t{target.hidden_size}, model().hidden_size)),
+        post_(HeadParts::make_layer(model(), spec_.scope + "post_projection", model().hidden_size,
+                                    target.hidden_size)),
         final_norm_(model(), spec_.scope + "norm") {
     spec_.options.check_known("a Gemma 4 assistant", {"topk", "vocab_ids", "own_head"});
     CHECK(target.num_ranks == 1,
@@ -154,15 +155,6 @@ class Gemma4Assistant : public BeamDrafter {
   }
 
  private:
-  std::unique_ptr<LinearMethod> make_projection(const char* name, int64_t in, int64_t out) const {
-    const std::string full = spec_.scope + name;
-    return make_linear(model().linear_method_of(full),
-                       {.parts = {{full, out}},
-                        .in_features = in,
-                        .dtype = model().dtype,
-                        .options = model().linear_options_of(full)});
-  }
-
   void layout(Carver& carver) {
     const int64_t b = limits_.max_seqs, rows = b * topk_;
     rows_ = {.row_slots = carver.take<int>(rows),
