@@ -45,9 +45,10 @@ void format_rest(std::ostringstream& out, std::string_view text, const T& value,
 
 }  // namespace detail
 
-// Replaces each "{}" by the next argument. (std::format needs g++ 13; this builds with g++ 12.)
+// Replaces each "{}" by the next argument. It is not named `format`: from g++ 13 on an argument of
+// type std::string makes the call ambiguous with std::format. (g++ 12 has no std::format.)
 template <typename... Args>
-std::string format(std::string_view text, const Args&... args) {
+std::string format_text(std::string_view text, const Args&... args) {
   std::ostringstream out;
   detail::format_rest(out, text, args...);
   return out.str();
@@ -56,19 +57,20 @@ std::string format(std::string_view text, const Args&... args) {
 }  // namespace cpmcu
 
 // For a wrong argument, file or shape. ValueError in Python.
-#define CHECK(condition, ...)                                                           \
-  do {                                                                                  \
-    if (!(condition)) {                                                                 \
-      throw ::cpmcu::Error(::cpmcu::ErrorKind::kInvalid, ::cpmcu::format(__VA_ARGS__)); \
-    }                                                                                   \
+#define CHECK(condition, ...)                                                                \
+  do {                                                                                       \
+    if (!(condition)) {                                                                      \
+      throw ::cpmcu::Error(::cpmcu::ErrorKind::kInvalid, ::cpmcu::format_text(__VA_ARGS__)); \
+    }                                                                                        \
   } while (false)
 
 // For a violated invariant of the engine, or a device failure. RuntimeError in Python.
-#define CHECK_STATE(condition, ...)                                                              \
-  do {                                                                                           \
-    if (!(condition)) {                                                                          \
-      throw ::cpmcu::Error(::cpmcu::ErrorKind::kRuntime,                                         \
-                           ::cpmcu::format(__VA_ARGS__) +                                        \
-                               ::cpmcu::format(" ({}:{}: {})", __FILE__, __LINE__, #condition)); \
-    }                                                                                            \
+#define CHECK_STATE(condition, ...)                                                  \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      throw ::cpmcu::Error(                                                          \
+          ::cpmcu::ErrorKind::kRuntime,                                              \
+          ::cpmcu::format_text(__VA_ARGS__) +                                        \
+              ::cpmcu::format_text(" ({}:{}: {})", __FILE__, __LINE__, #condition)); \
+    }                                                                                \
   } while (false)

@@ -78,7 +78,7 @@ DeviceInfo device_info(Device device) {
   CHECK_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
   DeviceInfo info;
   info.name = properties.name;
-  info.compute_capability = format("{}.{}", properties.major, properties.minor);
+  info.compute_capability = format_text("{}.{}", properties.major, properties.minor);
   info.total_bytes = static_cast<int64_t>(total_bytes);
   info.free_bytes = static_cast<int64_t>(free_bytes);
   info.sm_count = properties.multiProcessorCount;
@@ -206,8 +206,8 @@ void* allocate(Device device, int64_t bytes) {
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
       throw Error(ErrorKind::kMemory,
-                  format("the GPU refused an allocation of {} MiB; {} MiB are free", bytes >> 20,
-                         device_info(device).free_bytes >> 20));
+                  format_text("the GPU refused an allocation of {} MiB; {} MiB are free",
+                              bytes >> 20, device_info(device).free_bytes >> 20));
     }
     CHECK_CUDA(status);
     return data;
@@ -216,9 +216,9 @@ void* allocate(Device device, int64_t bytes) {
   void* data = std::aligned_alloc(256, (static_cast<size_t>(bytes) + 255) / 256 * 256);
   if (data == nullptr) {
     throw Error(ErrorKind::kMemory,
-                format("the machine refused an allocation of {} MiB; {} MiB are "
-                       "free",
-                       bytes >> 20, device_info(device).free_bytes >> 20));
+                format_text("the machine refused an allocation of {} MiB; {} MiB are "
+                            "free",
+                            bytes >> 20, device_info(device).free_bytes >> 20));
   }
   return data;
 }
@@ -254,7 +254,8 @@ void* allocate_pinned_large(Device device, int64_t bytes) {
   const auto size = static_cast<size_t>((bytes + kPage - 1) / kPage * kPage);
   void* data = nullptr;
   if (posix_memalign(&data, bytes < kHugePage ? kPage : kHugePage, size) != 0) {
-    throw Error(ErrorKind::kMemory, format("the system has no {} bytes of host memory", bytes));
+    throw Error(ErrorKind::kMemory,
+                format_text("the system has no {} bytes of host memory", bytes));
   }
   ++num_allocations;
 #ifdef CPMCU_WITH_CUDA

@@ -111,16 +111,16 @@ class Event {
 
 #ifdef CPMCU_WITH_CUDA
 #include <cuda_runtime.h>
-#define CHECK_CUDA(call)                                                                  \
-  do {                                                                                    \
-    const cudaError_t status_ = (call);                                                   \
-    if (status_ != cudaSuccess) {                                                         \
-      throw ::cpmcu::Error(                                                               \
-          status_ == cudaErrorMemoryAllocation ? ::cpmcu::ErrorKind::kMemory              \
-                                               : ::cpmcu::ErrorKind::kRuntime,            \
-          ::cpmcu::format("CUDA reports \"{}\" ({}:{}: {})", cudaGetErrorString(status_), \
-                          __FILE__, __LINE__, #call));                                    \
-    }                                                                                     \
+#define CHECK_CUDA(call)                                                                       \
+  do {                                                                                         \
+    const cudaError_t status_ = (call);                                                        \
+    if (status_ != cudaSuccess) {                                                              \
+      throw ::cpmcu::Error(                                                                    \
+          status_ == cudaErrorMemoryAllocation ? ::cpmcu::ErrorKind::kMemory                   \
+                                               : ::cpmcu::ErrorKind::kRuntime,                 \
+          ::cpmcu::format_text("CUDA reports \"{}\" ({}:{}: {})", cudaGetErrorString(status_), \
+                               __FILE__, __LINE__, #call));                                    \
+    }                                                                                          \
   } while (false)
 #define CHECK_LAUNCH() CHECK_CUDA(cudaGetLastError())
 #endif

@@ -21,7 +21,7 @@ void dispatch_int(std::string_view what, int value, F&& f) {
     std::string list;
     ((list += (list.empty() ? "" : ", ") + std::to_string(kValues)), ...);
     throw Error(ErrorKind::kInvalid,
-                format("{} {} is not supported; supported are {}", what, value, list));
+                format_text("{} {} is not supported; supported are {}", what, value, list));
   }
 }
 

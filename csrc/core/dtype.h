@@ -70,9 +70,9 @@ inline DType parse_dtype(std::string_view name) {
   }
   throw Error(
       ErrorKind::kInvalid,
-      format("dtype \"{}\" is not known; known are float32, float16, bfloat16, int8, uint8, "
-             "int32, int64, uint64, float8_e4m3fn",
-             name));
+      format_text("dtype \"{}\" is not known; known are float32, float16, bfloat16, int8, uint8, "
+                  "int32, int64, uint64, float8_e4m3fn",
+                  name));
 }
 
 }  // namespace cpmcu

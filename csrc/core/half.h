@@ -72,8 +72,8 @@ void dispatch_host_dtype(DType dtype, F&& f) {
       break;
   }
   throw Error(ErrorKind::kInvalid,
-              format("dtype {} is not supported; supported are float32, float16, bfloat16",
-                     name_of(dtype)));
+              format_text("dtype {} is not supported; supported are float32, float16, bfloat16",
+                          name_of(dtype)));
 }
 
 }  // namespace cpmcu

@@ -10,7 +10,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& name, const char* expected) {
   throw Error(ErrorKind::kInvalid,
-              format("parameter \"{}\" has another type, expected {}", name, expected));
+              format_text("parameter \"{}\" has another type, expected {}", name, expected));
 }
 
 int to_int(const std::string& name, int64_t value) {
@@ -83,8 +83,8 @@ void Params::check_known(const std::string& owner, std::initializer_list<const c
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     std::string all;
     for (const char* each : known) all += (all.empty() ? "" : ", ") + std::string(each);
-    throw Error(ErrorKind::kInvalid, format("{} has no parameter \"{}\", expected {}", owner, name,
-                                            all.empty() ? "none" : all));
+    throw Error(ErrorKind::kInvalid, format_text("{} has no parameter \"{}\", expected {}", owner,
+                                                 name, all.empty() ? "none" : all));
   }
 }
 

@@ -87,9 +87,9 @@ void dispatch_half(DType dtype, F&& f) {
     default:
       break;
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      format("dtype {} is not supported on CUDA; supported are float16, bfloat16", name_of(dtype)));
+  throw Error(ErrorKind::kInvalid,
+              format_text("dtype {} is not supported on CUDA; supported are float16, bfloat16",
+                          name_of(dtype)));
 }
 
 }  // namespace cpmcu

@@ -51,9 +51,10 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
   int64_t rest = index;
   for (size_t i = shape.size(); i-- > 0; rest /= shape[i]) place[i] = rest % shape[i];
   const char* what = std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
-  throw Error(ErrorKind::kInvalid,
-              format("tensor \"{}\" holds {} at {}, expected finite numbers: the file is damaged",
-                     name, what, text_of(place)));
+  throw Error(
+      ErrorKind::kInvalid,
+      format_text("tensor \"{}\" holds {} at {}, expected finite numbers: the file is damaged",
+                  name, what, text_of(place)));
 }
 
 // The elements of a stored tensor that its destination takes: of every `stride` elements, those in

@@ -18,7 +18,7 @@ std::unique_ptr<T> from_keywords(const py::KWArgs<py::object>& fields) {
   py::object object = py::cast(value.get(), py::return_value_policy::reference);
   for (const auto& [name, field] : fields) {
     if (!py::hasattr(object, name)) {
-      throw py::type_error(format(
+      throw py::type_error(format_text(
           "{} has no field \"{}\": Python files and extension are not of "
           "one version; build it again (make build)",
           std::string(py::str(py::type::of(object).attr("__name__"))), std::string(py::str(name))));

@@ -18,7 +18,7 @@ ModelSpec checked_part(const ModelSpec& spec, const RuntimeConfig& config) {
   return part_of(spec, config.num_ranks);
 }
 
-std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
+std::string mib(int64_t bytes) { return format_text("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
 
 void check_limits(const RuntimeConfig& config) {
   CHECK(config.memory_limit > 0 && config.memory_limit <= kMaxGigabytes,
@@ -40,21 +40,22 @@ int64_t budget_of(const RuntimeConfig& config, Device device, std::string& text)
   const double limit = config.memory_limit;
   const auto limit_bytes = static_cast<int64_t>(limit * 1e9);
   if (config.plans_for) {
-    text = format("{} GB", limit);
+    text = format_text("{} GB", limit);
     return limit_bytes;
   }
   int64_t free_bytes = device_info(device).free_bytes;
   if (!device.is_cuda()) free_bytes /= config.num_ranks;  // ranks share the host's memory
   if (limit <= 1) {
-    text = format("{} of the {} that are free", limit, mib(free_bytes));
+    text = format_text("{} of the {} that are free", limit, mib(free_bytes));
     return static_cast<int64_t>(limit * static_cast<double>(free_bytes));
   }
   if (limit_bytes > free_bytes) {
-    throw Error(ErrorKind::kMemory, format("memory_limit is {} GB, but {} are free: lower it, or "
-                                           "free memory",
-                                           limit, mib(free_bytes)));
+    throw Error(ErrorKind::kMemory,
+                format_text("memory_limit is {} GB, but {} are free: lower it, or "
+                            "free memory",
+                            limit, mib(free_bytes)));
   }
-  text = format("{} GB", limit);
+  text = format_text("{} GB", limit);
   return limit_bytes;
 }
 
@@ -136,11 +137,12 @@ void Engine::plan_memory() {
   if (budget < need) {
     throw Error(
         ErrorKind::kMemory,
-        format("the model does not fit: {} of weights, {} of state and scratch and {} of "
-               "KV cache for {} tokens make {}, but the limit is {} ({}): {} too much",
-               mib(plan_.group_bytes("weights")), mib(need - least - plan_.group_bytes("weights")),
-               mib(least), demands[0].least * kPageSize, mib(need), mib(budget), limit,
-               mib(need - budget)));
+        format_text("the model does not fit: {} of weights, {} of state and scratch and {} of "
+                    "KV cache for {} tokens make {}, but the limit is {} ({}): {} too much",
+                    mib(plan_.group_bytes("weights")),
+                    mib(need - least - plan_.group_bytes("weights")), mib(least),
+                    demands[0].least * kPageSize, mib(need), mib(budget), limit,
+                    mib(need - budget)));
   }
   most_pages_ = divide_pages(demands, budget - fixed);
   max_tokens_ = max_tokens;

@@ -22,10 +22,11 @@ void Engine::check_ready() const {
 // Throws if a CUDA kernel has waited too long for another rank.
 void Engine::check_exchange() const {
   if (ctx_.exchange == nullptr || *exchange_.failed == 0) return;
-  throw RankFailure(format("GPU {} got no answer from another GPU within {} s: the step is lost; "
-                           "load the model again",
-                           config_.device_index + *exchange_.failed - 1, kWaitSeconds),
-                    /*is_echo=*/false);
+  throw RankFailure(
+      format_text("GPU {} got no answer from another GPU within {} s: the step is lost; "
+                  "load the model again",
+                  config_.device_index + *exchange_.failed - 1, kWaitSeconds),
+      /*is_echo=*/false);
 }
 
 void Engine::begin_step() {

@@ -44,7 +44,8 @@ Ranks::Ranks(const ModelSpec& spec, const RuntimeConfig& config,
       engines_.push_back(std::make_unique<Engine>(spec, config, draft, rank));
     } catch (const Error& error) {
       if (config.num_ranks == 1 || error.kind() != ErrorKind::kMemory) throw;
-      throw Error(error.kind(), format("GPU {} of {}: {}", rank, config.num_ranks, error.what()));
+      throw Error(error.kind(),
+                  format_text("GPU {} of {}: {}", rank, config.num_ranks, error.what()));
     }
     const std::vector<int64_t>& most = engines_.back()->most_pages();
     if (rank == 0) num_pages = most;

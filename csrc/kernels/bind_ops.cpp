@@ -308,19 +308,19 @@ void store_arguments(const std::string& name, const std::vector<Field>& fields, 
       passed = kwargs[field.name];
       ++num_used;
     } else if (field.is_required) {
-      throw py::type_error(format("{}: {} is missing", name, field.name));
+      throw py::type_error(format_text("{}: {} is missing", name, field.name));
     }
     if (!passed) continue;
     try {
       field.set(static_cast<char*>(params) + field.offset, passed, kept);
     } catch (const py::cast_error&) {
-      throw py::type_error(format("{}: {} is {}, which is another type than expected", name,
-                                  field.name, std::string(py::repr(passed))));
+      throw py::type_error(format_text("{}: {} is {}, which is another type than expected", name,
+                                       field.name, std::string(py::repr(passed))));
     }
   }
   if (num_positional < args.size() || num_used < kwargs.size()) {
-    throw py::type_error(format("{}: {} and {} arguments by position and name, expected {}", name,
-                                args.size(), kwargs.size(), signature_of("(", fields)));
+    throw py::type_error(format_text("{}: {} and {} arguments by position and name, expected {}",
+                                     name, args.size(), kwargs.size(), signature_of("(", fields)));
   }
 }
 

@@ -98,7 +98,7 @@ class Array {
         break;
     }
     throw Error(ErrorKind::kInvalid,
-                format("an array of an op has {} dimensions, expected 1 to 4", shape_.size()));
+                format_text("an array of an op has {} dimensions, expected 1 to 4", shape_.size()));
   }
 
   // The data as T*, for parameters that are not a Tensor.

@@ -51,9 +51,10 @@ const Format& format_of(const LinearConfig& config) {
     if (config.options.format == each.name) return each;
     known += (known.empty() ? "\"" : ", \"") + std::string(each.name) + "\"";
   }
-  throw Error(ErrorKind::kInvalid, format("{}: format \"{}\" of floats with group scales is not "
-                                          "known; known are {}",
-                                          config.stacked_name(), config.options.format, known));
+  throw Error(ErrorKind::kInvalid,
+              format_text("{}: format \"{}\" of floats with group scales is not "
+                          "known; known are {}",
+                          config.stacked_name(), config.options.format, known));
 }
 
 class FloatGroupTensors : public PackedTensors {

@@ -22,9 +22,9 @@ Int4Format format_of(const LinearConfig& config) {
     if (config.options.format == kFormats[i]) return static_cast<Int4Format>(i);
   }
   throw Error(ErrorKind::kInvalid,
-              format("{}: format \"{}\" of 4-bit weights is not known; known are \"gptq\", "
-                     "\"gptq_v2\", \"awq\", \"compressed\", \"marlin\"",
-                     config.stacked_name(), config.options.format));
+              format_text("{}: format \"{}\" of 4-bit weights is not known; known are \"gptq\", "
+                          "\"gptq_v2\", \"awq\", \"compressed\", \"marlin\"",
+                          config.stacked_name(), config.options.format));
 }
 
 // How many k share a scale in weight blocks; 0: all of a block.

@@ -83,7 +83,7 @@ void ModelState::plan_pages(MemoryPlan& plan, const std::map<int, int>& num_page
   for (Planes& planes : planes_) {
     planes.num_pages = num_pages.at(planes.window);
     const std::string name =
-        planes.window == 0 ? "pages" : format("pages.window_{}", planes.window);
+        planes.window == 0 ? "pages" : format_text("pages.window_{}", planes.window);
     // Pages are empty until the weights are loaded, so buffers of loading may lie there.
     planes.id = plan.add_until(scope_ + name, "kv",
                                int64_t{planes.num_pages} * planes.count * planes.plane.page_bytes(),

@@ -22,10 +22,11 @@ uint32_t receive(const Exchange& exchange, uint64_t* word, uint32_t round, int f
     if (*exchange.failed != 0) throw RankFailure("another rank failed", /*is_echo=*/true);
     if (Clock::now() - begin > std::chrono::seconds(kWaitSeconds)) {
       *exchange.failed = 1 + exchange.rank;
-      throw RankFailure(format("rank {} got no answer from rank {} within {} s: the step is lost; "
-                               "load the model again",
-                               exchange.rank, from, kWaitSeconds),
-                        /*is_echo=*/false);
+      throw RankFailure(
+          format_text("rank {} got no answer from rank {} within {} s: the step is lost; "
+                      "load the model again",
+                      exchange.rank, from, kWaitSeconds),
+          /*is_echo=*/false);
     }
     std::this_thread::yield();
   }

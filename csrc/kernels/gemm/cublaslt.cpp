@@ -91,7 +91,7 @@ int type_of(DType dtype) {
     default:
       break;
   }
-  throw Error(ErrorKind::kRuntime, format("cuBLASLt is not used with {}", name_of(dtype)));
+  throw Error(ErrorKind::kRuntime, format_text("cuBLASLt is not used with {}", name_of(dtype)));
 }
 
 // In column-major terms y^T = W x^T: A = W [N, K] as [K, N]^T, B = x^T, C = y^T.
