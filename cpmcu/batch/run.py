@@ -128,7 +128,8 @@ class BatchRun:
             return partial(self._post, job, request.url, request.fields)
         params = sampling_of(request, self._params).resolve(self._llm.generation_config)
         job.prompt, job.params = self._ids_of(request), params
-        job.requests = self._llm.prepare(job.prompt, params, partial(self._emit, job))
+        emit = partial(self._emit, job)
+        job.requests = self._llm.prepare(job.prompt, params, emit, is_streamed=False)
         job.left = len(job.requests)
         return partial(self._llm.submit, job.requests)
 

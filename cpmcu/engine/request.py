@@ -58,12 +58,14 @@ class Request:
         thinking: ThinkingBudget | None = None,
         shows_stop: bool = False,
         cache_salt: str = "",
+        is_streamed: bool = True,
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.index = index
+        self.is_streamed = is_streamed  # False: only the end of the output matters
         self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens per position; None: off
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar

@@ -3,9 +3,11 @@
 Slots and pages are given in order of arrival. Only requests whose prefix is being computed are
 passed over. Prompts are read in chunks and share passes (`prompt_passes.py`). A long prompt delays
 the first token of a shorter one by at most two passes, those in flight. Passes alternate with
-decode steps. While sequences decode, passes are short, so a long prompt does not stall these
-sequences. A pass has no decode rows. Their kernels differ from those of prompts, so a pass with
-both would read the weights twice, too.
+decode steps. While streamed sequences decode, passes are short, so a long prompt does not stall
+these sequences. If no streamed sequence decodes, all prompts are read first, in passes of full
+length: short passes and decode steps of few sequences cost more per token. A pass has no decode
+rows. Their kernels differ from those of prompts, so a pass with both would read the weights twice,
+too.
 
 Pages are reserved ahead for the steps in flight. A mask of a grammar or of `min_tokens` depends on
 all earlier tokens. If a sequence is masked, a decode step with it therefore waits until no other
@@ -155,9 +157,8 @@ class Scheduler:
 
     def next_step(self, *, idle: bool) -> Step | None:
         """The next step to launch, or None. `idle`: no step is in flight."""
-        order = (
-            (self._prefill, self._decode) if self._prefill_next else (self._decode, self._prefill)
-        )
+        prefill_first = self._prefill_next or not self._is_watched
+        order = (self._prefill, self._decode) if prefill_first else (self._decode, self._prefill)
         while True:
             for make in order:
                 step = make()
@@ -266,8 +267,14 @@ class Scheduler:
     def _room(self) -> int:
         """Most tokens of the next prefill pass."""
         most = self._engine.chunk_length
-        decoding = any(s.rest == 0 and self._may_decode(s) for s in self.active)
-        return min(most, self.pass_times.room()) if decoding else most
+        return min(most, self.pass_times.room()) if self._is_watched else most
+
+    @property
+    def _is_watched(self) -> bool:
+        """Does a streamed sequence decode, whose tokens should come at even intervals?"""
+        return any(
+            s.request.is_streamed and s.rest == 0 and self._may_decode(s) for s in self.active
+        )
 
     def _score(self, sequence: Sequence, take: int) -> Step:
         """A separate step for a chunk whose next tokens' log-probabilities are requested."""

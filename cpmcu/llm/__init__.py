@@ -254,10 +254,13 @@ class LLM:
         emit: Emit,
         on_prefill: OnPrefill | None = None,
         keep_special_tokens: Collection[int] = (),
+        *,
+        is_streamed: bool = True,
     ) -> list[Request]:
         """Checks a prompt and makes one Request per choice, ready for `submit`.
 
-        `params` must be resolved. Special tokens in `keep_special_tokens` stay in the text. Raises
+        `params` must be resolved. Special tokens in `keep_special_tokens` stay in the text.
+        `is_streamed` False: the time between tokens does not matter, only that of the whole. Raises
         ValueError for a prompt that is empty or too long and for an unusable grammar. Raises
         ImportError if the grammar needs a missing package.
         """
@@ -324,6 +327,7 @@ class LLM:
                 thinking=self._thinking(params.thinking),
                 shows_stop=params.include_stop_str_in_output,
                 cache_salt=params.cache_salt,
+                is_streamed=is_streamed,
             )
             for index in range(params.n)
         ]
@@ -437,7 +441,10 @@ class LLM:
         jobs: list[list[Request]] = []
 
         def prepare(emit: Emit) -> list[Request]:
-            jobs.extend(self.prepare(ids, each, emit) for ids, each in zip(prompts, params))
+            jobs.extend(
+                self.prepare(ids, each, emit, is_streamed=False)
+                for ids, each in zip(prompts, params)
+            )
             return [request for job in jobs for request in job]
 
         for _ in ChunkStream(prepare, self._submit_first, lambda chunk, requests, last: chunk):

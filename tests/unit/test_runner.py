@@ -53,6 +53,7 @@ class Job:
             prompt_logprobs=options.pop("prompt_logprobs", None),
             grammar=options.pop("grammar", None),
             min_tokens=options.pop("min_tokens", None),
+            is_streamed=options.pop("is_streamed", True),
         )
         self.key = key
 
@@ -258,6 +259,25 @@ def test_many_requests_and_alternating_prefill(start):
     for i, job in enumerate(jobs):
         assert job.wait().token_ids == job.expected(3 + i)
     assert runner.call(lambda its: its.num_free_pages) == engine.num_pages
+
+
+def _kinds(engine: FakeEngine) -> str:
+    """The engine's steps in order: p for prefill, d for decode."""
+    return "".join(method[0] for method, _ in engine.log if method in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize("streamed", [0, 1])
+def test_prompts_of_outputs_that_are_not_streamed_are_read_first(start, streamed):
+    """One streamed sequence that decodes is enough to make passes and decode steps alternate."""
+    engine = FakeEngine(script, max_num_seqs=6, launch_ahead=1)
+    runner = start(engine)
+    jobs = [Job(prompt_length=8, max_tokens=12, key=i, is_streamed=i < streamed) for i in range(6)]
+    runner.submit(*(job.request for job in jobs))
+    for job in jobs:
+        assert job.wait().token_ids == job.expected(12)
+    kinds = _kinds(engine)
+    assert kinds.count("p") == 6
+    assert kinds.startswith("pppppp" if not streamed else "pdpd")
 
 
 def test_a_long_prompt_does_not_starve_running_sequences(start):
