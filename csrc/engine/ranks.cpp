@@ -1,9 +1,15 @@
 #include "engine/ranks.h"
 
 #include <algorithm>
+#include <mutex>
 
 namespace cpmcu {
 namespace {
+
+// Kernels of a rank wait for those of the others. If the steps of two engines overlap, each may
+// fill a GPU that the other waits for. So the GPUs run steps of one engine at a time.
+std::mutex turn;
+const Ranks* has_turn = nullptr;  // guarded by `turn`: the engine whose steps may be in flight
 
 Device device_of(const RuntimeConfig& config, int rank) {
   return device_named(config.device, config.device_index + rank);
@@ -84,6 +90,10 @@ Ranks::~Ranks() {
     } catch (const Error&) {
     }
   }
+  if (size() > 1) {
+    const std::lock_guard lock(turn);
+    if (has_turn == this) has_turn = nullptr;
+  }
   engines_.clear();
   if (failed_ != nullptr) release_pinned(device, const_cast<int*>(failed_));
 }
@@ -106,6 +116,9 @@ void Ranks::connect() {
 void Ranks::each(const std::function<void(Engine&, int)>& run) {
   if (size() == 1) return run(first(), 0);
   CHECK_STATE(!broken_, "a GPU failed before: load the model again");
+  const std::lock_guard lock(turn);
+  before_ = first().device().is_cuda() && has_turn != this ? has_turn : nullptr;
+  has_turn = this;
   run_ = &run;
   num_running_ = size() - 1;
   ++num_calls_;
@@ -130,6 +143,10 @@ void Ranks::call(int rank) {
   std::exception_ptr& error = errors_[static_cast<size_t>(rank)];
   error = nullptr;
   try {
+    if (before_ != nullptr && rank < before_->size()) {
+      before_->rank(rank).synchronize_device();
+      set_device(this->rank(rank).device());
+    }
     (*run_)(this->rank(rank), rank);
   } catch (...) {
     error = std::current_exception();

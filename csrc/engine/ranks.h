@@ -75,6 +75,7 @@ class Ranks {
   RankPages pages_{*this};
   volatile int* failed_ = nullptr;  // as in Exchange
   bool broken_ = false;             // the ranks have no common state
+  const Ranks* before_ = nullptr;   // another engine, whose steps may still run on these GPUs
 
   // The call that the threads make. `num_calls_` counts calls; `num_running_`: threads that are not
   // done with the last one.

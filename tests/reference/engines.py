@@ -50,6 +50,18 @@ def prompt_logits(engine: Any, ids: Sequence[int]) -> npt.NDArray[np.float32]:
     return np.concatenate(chunks)
 
 
+def check_ranks(one: Any, two: Any, ids: Sequence[int], tolerance: float, share: float = 1) -> None:
+    """Logits of two ranks are those of one, up to another order of additions, but not its bits.
+
+    `tolerance`: most error as a share of the largest logit. `share`: of the positions, those that
+    must be as close. In 16 bits, a router whose scores nearly tie may choose another expert.
+    """
+    expected, got = prompt_logits(one, ids), prompt_logits(two, ids)
+    errors = np.abs(got - expected).max(axis=1) / np.abs(expected).max()
+    assert errors.max() > 0
+    assert np.mean(errors < tolerance) >= share, np.sort(errors)
+
+
 def engine_logits(directory: Path, ids: Sequence[int], **config: Any) -> npt.NDArray[np.float32]:
     """[T, V] of every position of the prompt."""
     return prompt_logits(load_tiny(directory, **config).engine, ids)
