@@ -66,7 +66,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Returns the error as a JSON object."""
-        return error_body(self.status, str(self), param=self.param, code=self.code)
+        body = error_body(self.status, str(self), param=self.param, code=self.code)
+        if self.too_long is not None:  # llama.cpp's members, by which clients cut the prompt
+            sizes = {"n_prompt_tokens": self.too_long.tokens, "n_ctx": self.too_long.most}
+            body["error"] |= sizes
+        return body
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """Returns the error with the field's name in another interface."""

@@ -140,11 +140,14 @@ class Reply:
         return metrics_of(outputs)["timings"] if self.body.timings_per_token else None
 
 
-def written(model: ApiModel) -> Response:
-    """Returns a response whose lists are serialised in pieces, so other threads get the GIL."""
+def written(model: ApiModel, **more: Any) -> Response:
+    """Returns a response whose lists are serialised in pieces, so other threads get the GIL.
+
+    `more`: members besides those of the model.
+    """
     members = []
-    for name in type(model).model_fields:
-        value = getattr(model, name)
+    fields = {name: getattr(model, name) for name in type(model).model_fields}
+    for name, value in (fields | more).items():
         if isinstance(value, list):
             text = f"[{','.join(_pieces(value))}]"
         else:

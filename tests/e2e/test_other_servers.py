@@ -111,6 +111,18 @@ def test_a_full_context_has_its_code_and_the_words_that_litellm_reads(server):
         error = error_of(server.post(CHAT, {"messages": [{"role": "user", "content": text}]}), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         assert "is longer than the model's context length" in error["message"]
+        most = server.get("/props").json()["default_generation_settings"]["n_ctx"]
+        assert error["n_ctx"] == most < error["n_prompt_tokens"]
+
+
+def test_the_rendered_prompt_is_shown_on_request(server):
+    prompt = server.post("/apply-template", HELLO).json()["prompt"]
+    body = {**HELLO, "max_tokens": 2, "verbose": True}
+    assert server.post(CHAT, body).json()["__verbose"] == {"prompt": prompt}
+    lines = server.post(CHAT, {**body, "stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [chunk.pop("__verbose", None) for chunk in chunks][:2] == [{"prompt": prompt}, None]
+    assert "__verbose" not in server.post(CHAT, {**body, "verbose": False}).json()
 
 
 def test_every_wrong_key_of_a_bias_is_named(server):

@@ -23,6 +23,7 @@ from cpmcu.text.token_text import TokenTexts
 class ChatJob:
     """The engine's requests and the parsers of their outputs."""
 
+    prompt: str
     generation: Generation
     new_parser: Callable[[], AnswerParser]
     texts: TokenTexts
@@ -70,7 +71,7 @@ def prepare(
         progress=body.return_progress,
         keep_special_tokens=plan.special_tokens,
     )
-    return ChatJob(generation, plan.new_parser, model.llm.token_texts)
+    return ChatJob(prompt, generation, plan.new_parser, model.llm.token_texts)
 
 
 def num_prompt_tokens(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> int:

@@ -434,6 +434,8 @@ class ErrorInfo(ApiModel):
     type: str
     param: str | None = None
     code: str | None = None
+    n_prompt_tokens: int | None = Field(None, description="Only of a prompt that is too long")
+    n_ctx: int | None = Field(None, description="Most tokens of prompt and output together")
 
 
 class ErrorResponse(ApiModel):

@@ -179,6 +179,7 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool = Field(False, description="Encode the prompt with BOS")
     separate_reasoning: bool = Field(True, description="Return reasoning apart from content")
     include_reasoning: bool = Field(True, description="false: omit the reasoning")
+    verbose: bool = Field(False, description="Add llama.cpp's `__verbose` with the prompt")
     echo: bool | None = Field(
         False, description="Prepend the last message if its role is that of the answer"
     )
@@ -326,7 +327,8 @@ class BatchChatRequest(RequestModel):
         wrong one.
         """
         extra = self.model_extra or {}
-        for name, neutral in (("stream", False), ("tools", []), ("n", 1)):
+        neutrals = {"stream": False, "tools": [], "n": 1, "verbose": False}
+        for name, neutral in neutrals.items():
             if extra.get(name) not in (None, neutral):
                 raise refused(name, f"{name} is not possible for a batch of conversations.")
         try:

@@ -51,7 +51,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         job.generation,
         body.stream,
         chat.events,
-        lambda outputs: written(chat.whole(outputs)),
+        lambda outputs: written(chat.whole(outputs), **chat.verbose()),
     )
 
 
@@ -83,6 +83,10 @@ class ChatReply:
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
             timings=reply.timings(outputs),
         )
+
+    def verbose(self) -> dict[str, Any]:
+        """Returns llama.cpp's member with the rendered prompt, as requested."""
+        return {"__verbose": {"prompt": self._job.prompt}} if self._body.verbose else {}
 
     def choice(self, output: CompletionOutput) -> ChatChoice:
         """Returns the answer of one output."""
@@ -125,7 +129,7 @@ class ChatReply:
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
                 usage = self._usage_so_far(tokens)
-                yield reply.chunk([first], **usage, **self._prompt())
+                yield reply.chunk([first], **usage, **self._prompt(), **self.verbose())
                 if self._body.echoed:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             tokens += len(item.token_ids)
