@@ -116,13 +116,7 @@ class Reply:
 
     def progress(self, item: PrefillProgress) -> bytes:
         """Returns an event with the progress of prefill (llama.cpp's `prompt_progress`)."""
-        progress = {
-            "total": item.total,
-            "cache": item.cached,
-            "processed": item.processed,
-            "time_ms": round(1e3 * item.seconds),
-        }
-        return self.chunk([], prompt_progress={"prompt_index": item.prompt_index, **progress})
+        return self.chunk([], **progress_members(item, timings=self.body.timings_per_token))
 
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
         """Returns the last event, with usage and metrics as requested, or None."""
@@ -138,6 +132,35 @@ class Reply:
     def timings(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any] | None:
         """Returns the timings of the first output if they are requested."""
         return metrics_of(outputs)["timings"] if self.body.timings_per_token else None
+
+
+def progress_members(item: PrefillProgress, *, timings: bool) -> dict[str, Any]:
+    """Returns llama.cpp's `prompt_progress` and, if wanted, the `timings` so far."""
+    milliseconds = 1e3 * item.seconds
+    found: dict[str, Any] = {
+        "prompt_progress": {
+            "prompt_index": item.prompt_index,
+            "total": item.total,
+            "cache": item.cached,
+            "processed": item.processed,
+            "time_ms": round(milliseconds),
+        }
+    }
+    if timings:
+        computed = item.processed - item.cached
+        spent = milliseconds if computed else 0.0  # before, the prompt waits
+        found["timings"] = {
+            "cache_n": item.cached,
+            "prompt_n": computed,
+            "prompt_ms": spent,
+            "prompt_per_token_ms": spent / max(1, computed),
+            "prompt_per_second": 1e3 * computed / spent if spent > 0 else 0.0,
+            "predicted_n": 0,
+            "predicted_ms": 0.0,
+            "predicted_per_token_ms": 0.0,
+            "predicted_per_second": 0.0,
+        }
+    return found
 
 
 def written(model: ApiModel, **more: Any) -> Response:

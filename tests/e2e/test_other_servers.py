@@ -322,6 +322,48 @@ def test_the_members_of_a_completion(server):
     assert few == {"content": found["content"], "generation_settings/n_predict": 8}
 
 
+def test_n_predict_limits_all_routes(server):
+    text = complete(server, max_tokens=5)["choices"][0]["text"]
+    body = {name: TEXT[name] for name in ("prompt", "temperature")}
+    found = server.post(COMPLETIONS, {**body, "n_predict": 5}).json()
+    assert found["choices"][0]["text"] == text and found["usage"]["completion_tokens"] == 5
+    both = server.post(COMPLETIONS, {**body, "n_predict": 5, "max_tokens": 3}).json()
+    assert both["usage"]["completion_tokens"] == 3
+    chat = server.post(CHAT, {**HELLO, "n_predict": 5}).json()
+    assert chat["usage"]["completion_tokens"] == 5
+    native = server.post("/completion", {**body, "max_tokens": 5}).json()
+    assert native["content"] == text and native["tokens_predicted"] == 5
+    whole = {**body, "n_predict": -1, "ignore_eos": True}
+    size = server.get("/props").json()["default_generation_settings"]["n_ctx"]
+    assert server.post(COMPLETIONS, whole).json()["usage"]["total_tokens"] == size
+
+
+def test_a_completion_that_fills_the_context_is_truncated(server):
+    body = {"prompt": TEXT["prompt"], "temperature": 0, "ignore_eos": True}
+    found = server.post("/completion", body).json()
+    size = server.get("/props").json()["default_generation_settings"]["n_ctx"]
+    assert found["tokens_evaluated"] + found["tokens_predicted"] == size
+    assert found["truncated"] is True and found["stop_type"] == "limit"
+    assert continued(server, TEXT["prompt"])["truncated"] is False
+
+
+def test_the_progress_of_a_completion(server):
+    text = " ".join(f"x{i} = {i}" for i in range(40))
+    fields = {"return_progress": True, "timings_per_token": True, "stream": True}
+    body = {"prompt": text, "n_predict": 2, "temperature": 0, **fields}
+    lines = server.post("/completion", body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    found = [event for event in events if "prompt_progress" in event]
+    assert len(found) > 1 and events[: len(found)] == found
+    first, last = found[0], found[-1]
+    assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"]
+    assert (first["timings"]["prompt_n"], first["timings"]["prompt_ms"]) == (0, 0)
+    assert last["prompt_progress"]["processed"] == last["prompt_progress"]["total"]
+    assert last["timings"]["prompt_n"] > 0 and last["timings"]["prompt_ms"] > 0
+    assert all(event["content"] == "" and event["stop"] is False for event in found)
+    assert server.post("/completion", {**body, "stream": False}).json()["tokens_predicted"] == 2
+
+
 def test_probabilities_of_a_completion(server):
     found = continued(server, TEXT["prompt"], n_probs=3, return_tokens=True)
     scores = found["completion_probabilities"]

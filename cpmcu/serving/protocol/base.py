@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "n_predict": (),
     "post_sampling_probs": (False,),
     "prefix": ("",),
     "priority": (0,),
@@ -237,6 +236,9 @@ class GenerationRequest(SamplingRequest):
     """The fields that chat and text completions share."""
 
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n_predict: int | None = Field(
+        None, ge=-1, description="llama.cpp's name of max_tokens; -1: up to the context length"
+    )
     best_of: int | None = Field(None, ge=1, description="Must equal n")
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
@@ -344,6 +346,11 @@ class GenerationRequest(SamplingRequest):
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
         raise NotImplementedError
+
+    @property
+    def predict_limit(self) -> int | None:
+        """The limit of `n_predict`; None: up to the context length."""
+        return None if self.n_predict in (None, -1) else max(1, self.n_predict)
 
     def truncated(self, ids: list[int], max_length: int) -> list[int]:
         """The tokens of a prompt that `truncate_prompt_tokens` and `truncation_side` keep."""

@@ -51,6 +51,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
+        given = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
+        if self.n_predict is not None and not given:
+            return self.predict_limit
         return self.max_completion_tokens or self.max_tokens
 
     @property

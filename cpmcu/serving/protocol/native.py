@@ -27,7 +27,7 @@ Biases = Annotated[dict[str, Bias] | Items[BiasPair], BeforeValidator(few_biases
 class NativeRequest(GenerationRequest):
     """What both generating routes have."""
 
-    n_predict: int | None = Field(None, ge=-1, description="Most new tokens; -1: no limit")
+    max_tokens: int | None = Field(None, ge=1, description="As n_predict, which overrides it")
     n_probs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens at each position")
     return_tokens: bool = Field(False, description="Fill `tokens` outside streams, too")
     response_fields: Items[str] | None = Field(
@@ -40,7 +40,7 @@ class NativeRequest(GenerationRequest):
     @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
-        return None if self.n_predict in (None, -1) else max(1, self.n_predict)
+        return self.max_tokens if self.n_predict is None else self.predict_limit
 
     def biases(self, encode: Callable[[str], list[int]]) -> dict[int, float] | None:
         """Token id -> bias. `encode` returns the tokens of a text."""

@@ -34,7 +34,7 @@ from cpmcu.serving.protocol.native import (
     TextPrompt,
 )
 from cpmcu.serving.protocol.response_object import InputTokens
-from cpmcu.serving.replies import answer, service_of
+from cpmcu.serving.replies import answer, progress_members, service_of
 from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["llama.cpp"], responses=ERRORS)
@@ -87,7 +87,9 @@ async def _generate(body: Any, request: Request, size: int, prompts_of: Any) -> 
 
     async def events() -> AsyncIterator[bytes]:
         async for number, item in generation.items():
-            assert not isinstance(item, PrefillProgress)  # not requested
+            if isinstance(item, PrefillProgress):
+                yield sse.event(shape.progress(item))
+                continue
             end = item.finish_reason is not None
             if item.text or not end:
                 yield sse.event({"stop": False, **shape.part(number, item)})
@@ -114,7 +116,14 @@ def _prepare(
         lambda text: encode(tokenizer, text, "logit_bias", special=False)
     )
     params = sampling_params(max_tokens=body.token_limit, logprobs=body.n_probs or None, **fields)
-    return Generation(service, prompts, params, loop, grammar_field=body.grammar_field)
+    return Generation(
+        service,
+        prompts,
+        params,
+        loop,
+        grammar_field=body.grammar_field,
+        progress=bool(body.stream) and body.return_progress,
+    )
 
 
 def _gap(service: Service, body: InfillRequest) -> tuple[list[list[int]], Sequence[int]]:
@@ -173,6 +182,11 @@ class _Shape:
             found["completion_probabilities"] = entries(texts, item.logprobs, with_ids=True)
         return found
 
+    def progress(self, item: PrefillProgress) -> dict[str, Any]:
+        """The members of an event during prefill."""
+        found = {"index": item.prompt_index, "content": "", "tokens": [], "stop": False}
+        return found | progress_members(item, timings=self._body.timings_per_token)
+
     def whole(self, number: int, output: CompletionOutput) -> dict[str, Any]:
         """The members of an ended output, those that `response_fields` names."""
         body, request = self._body, self._generation.requests[number]
@@ -189,13 +203,20 @@ class _Shape:
             "stop_type": kind,
             "stopping_word": word,
             "has_new_line": "\n" in request.output().text,
-            "truncated": False,
+            "truncated": self._is_full(output),
             "tokens_predicted": output.timings.output_tokens,
             "tokens_evaluated": output.timings.prompt_tokens,
             "tokens_cached": output.timings.cached_tokens,
             "timings": metrics_of([output])["timings"],
         }
         return _named(found, body.response_fields) if body.response_fields else found
+
+    def _is_full(self, output: CompletionOutput) -> bool:
+        """Whether the context ended the output before the limit of the request."""
+        limit = self._body.token_limit
+        return output.finish_reason == "length" and (
+            limit is None or output.timings.output_tokens < limit
+        )
 
     def _settings(self, seed: int) -> dict[str, Any]:
         params = self._generation.params.resolve(self._llm.generation_config)
