@@ -309,6 +309,28 @@ class SlotOutput:
     def top_logprobs(self) -> list[list[float]]:
         """Log-probabilities of `top_ids`."""
 
+class StepOutputs:
+    """What a step emitted for all of its sequences that still exist."""
+
+    @property
+    def slots(self) -> list[int]:
+        """The slot of each sequence, in the order of the step."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of all sequences, one sequence after another."""
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens of each sequence."""
+
+    @property
+    def any_finished(self) -> bool:
+        """Has the device ended a sequence?"""
+
+    def __getitem__(self, i: int) -> SlotOutput:
+        """The output of sequence number `i`."""
+
 PAGE_SIZE: int
 MAX_TREE_SIZE: int
 MAX_LOGPROBS: int
@@ -427,6 +449,11 @@ class Engine:
 
         Waits for the steps in flight if they are the last that read the pages it needs."""
 
+    def reserve_step(self, slots: collections.abc.Sequence[int]) -> int:
+        """Takes pages for one more decode step of these slots, in order, as both of these do.
+
+        Returns the number of slots before the first one that lacks pages."""
+
     def reserve_windows(self, slot: int, step_end: int) -> bool:
         """The same in the groups of layers with a window, for the slot's next step.
 
@@ -507,6 +534,9 @@ class Engine:
 
         Prefill steps of chunks that are not last return []. Device errors surface here as
         RuntimeError."""
+
+    def collect_step(self) -> StepOutputs:
+        """Like `collect`. With many sequences, Python reads the result without a loop over them."""
 
     @property
     def max_model_len(self) -> int:

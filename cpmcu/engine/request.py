@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -25,16 +26,23 @@ logger = logging.getLogger(__name__)
 
 Emit = Callable[["StreamChunk | Exception"], None]
 OnPrefill = Callable[[int, int], None]  # (prompt tokens done, prompt tokens in all)
+Job = Callable[[], None]
 
 _ids = itertools.count()
 
 
 class Request:
-    """State of one choice. After `Runner.submit`, only the engine thread uses it; any thread may
-    call `cancel`.
+    """State of one choice. After `Runner.submit`, only the runner uses it; any thread may call
+    `cancel`.
 
-    The engine thread calls `emit` with one StreamChunk for each step that emitted tokens. The last
-    chunk has a finish_reason; on failure, an exception takes its place. `emit` must not block.
+    It has two halves. The engine thread's half takes tokens and finds the ends that follow from
+    their ids. The text's half makes text, finds stop strings and calls `emit`; see text_worker.py.
+    If a stop string ends the text, the engine thread may have taken later tokens, which are
+    dropped.
+
+    `emit` gets one StreamChunk for each step that emitted tokens. The last chunk has a
+    finish_reason; on failure, an exception takes its place. `emit` must not block. If the output
+    is not streamed, `emit` only gets the last chunk, with all of the text, or the exception.
     """
 
     def __init__(
@@ -73,7 +81,11 @@ class Request:
         self._bad_words = bad_words
         self._thinking = thinking
         self._shows_stop = shows_stop  # the text has the token that ended it
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # that the engine thread has taken
+        self.num_tokens = 0  # of these, tokens whose text is made
+        self.ended = False  # the engine thread takes no more tokens
+        self.run_text: Callable[[Job], None] = _run_now  # runs jobs of the text's half, in order
+        self.notify: Callable[[Request], None] | None = None  # the engine thread must look at it
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.cancelled = False
@@ -86,6 +98,7 @@ class Request:
         self._emit = emit
         self._on_prefill = on_prefill
         self._text: list[str] = []
+        self.wants_logprobs = want_logprobs
         self._logprobs: list[TokenLogprobs] | None = [] if want_logprobs else None
         self._decode_steps = 0
         self.num_preemptions = 0
@@ -95,8 +108,38 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Has the last chunk or an exception been emitted?"""
+        """Is the last chunk or an exception emitted?"""
         return self.finish is not None or self.error is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Is its end found, by either half?"""
+        return self.ended or self.done
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The tokens whose text is made."""
+        return self.tokens[: self.num_tokens]
+
+    @property
+    def stop_tokens(self) -> StopTokens:
+        """The end conditions that follow from token ids."""
+        return self._stop_tokens
+
+    @property
+    def takes_plainly(self) -> bool:
+        """Is a token without an end only appended to `tokens`?"""
+        return not (self.is_guided or self.wants_logprobs)
+
+    @property
+    def is_guided(self) -> bool:
+        """May tokens be masked, at some time?"""
+        return (
+            self.grammar is not None
+            or self._min_tokens is not None
+            or self._bad_words is not None
+            or self._thinking is not None
+        )
 
     @property
     def only_scored(self) -> bool:
@@ -135,6 +178,9 @@ class Request:
     def cancel(self) -> None:
         """Ends the request at the engine's next step, with finish reason "abort"."""
         self.cancelled = True
+        notify = self.notify
+        if notify is not None:
+            notify(self)
 
     def start(self, num_cached: int = 0) -> None:
         """Records and reports the start of prefill, behind `num_cached` tokens that were cached."""
@@ -146,7 +192,7 @@ class Request:
     def prefilled(self, num_tokens: int) -> None:
         """Reports that the engine has read `num_tokens` of the prompt."""
         report = self._on_prefill
-        if report is not None and not self.tokens and not self.done:
+        if report is not None and not self.tokens and not self.is_over:
             self._guard(lambda: report(num_tokens, len(self.prompt)))
 
     def scored(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
@@ -156,26 +202,21 @@ class Request:
     def accept(
         self,
         tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] = (),
+        when: float,
+        logprobs: Callable[[], Sequence[TokenLogprobs]] | None = None,
         *,
         drafted: int = 0,
         inner: tuple[int, int] = (0, 0),
     ) -> None:
-        """Takes the tokens of a decode step or of the last prefill step.
+        """Takes the tokens of a decode step or of the last prefill step, which ended at `when`.
 
-        `drafted`: tokens of the longest path that the step verified; 0 if it drafted none.
-        `inner`: the draft's own (inner) steps, and their tokens. Tokens after the end of the output
-        are dropped.
+        `logprobs`: makes those of all tokens. `drafted`: tokens of the longest path that the step
+        verified; 0 if it drafted none. `inner`: the draft's own (inner) steps, and their tokens.
+        Tokens after the end of the output are dropped.
         """
         if not tokens:
             return
-        self._last = time.perf_counter()
-        if self.tokens:
-            self._decode_steps += 1
-        else:
-            self._first = self._last
-        before = len(self.tokens)
-        text = ""
+        before, finish = len(self.tokens), None
         for token in tokens:
             self.tokens.append(token)
             if self._thinking is not None:
@@ -185,39 +226,118 @@ class Request:
                 self.grammar.accept(token)
                 if self.grammar.stopped and (finish is None or finish.reason == "length"):
                     finish = Finish("stop")
-            hidden = self._stop_tokens.is_stop(token) and not self._shows_stop
-            shown = [] if hidden else [token]
-            piece, stop = self._push(shown, final=finish is not None)
-            text += piece
-            if stop is not None:
-                finish = Finish("stop", stop)
             if finish is not None:
-                self.finish = finish
+                self.ended = True
                 break
-        taken = len(self.tokens) - before
-        if drafted and self._acceptance is not None:
+        taken = self.tokens[before:]
+        counted = None  # emitted tokens, for the metrics of acceptance
+        if drafted:
             ended = self.grammar is not None and self.grammar.stopped
-            self._acceptance.add(taken if ended else len(tokens), drafted, inner)
-        self._send(text, self.tokens[before:], list(logprobs[:taken]))
+            counted = (len(taken) if ended else len(tokens), drafted, inner)
+        self.run_text(functools.partial(self.show, taken, when, finish, logprobs, counted))
 
     def end(self, reason: FinishReason) -> None:
         """Ends the output after its current tokens and emits the text that was held back."""
-        if self.done:
-            return
-        text, stop = self._push([], final=True)
-        self.finish = Finish(reason) if stop is None else Finish("stop", stop)
-        self._send(text, [], [])
+        if not self.is_over:
+            self.ended = True
+            self.run_text(functools.partial(self._show_end, reason))
 
     def end_scored(self) -> None:
         """Ends a request for log-probabilities of the prompt alone."""
         self._first = self._last = time.perf_counter()
         self.end("length")
 
-    def fail(self, error: Exception) -> None:
-        """Ends the request with an exception."""
+    def fail(self, error: Exception, *, logs: bool = False) -> None:
+        """Ends the request with an exception, after its current tokens. `logs`: also logs it."""
+        if not self.ended:
+            self.ended = True
+            self.run_text(functools.partial(self._show_error, error, logs))
+
+    # ---- the text's half
+
+    def show_one(self, token: int, when: float) -> None:
+        """Makes the text of one token that ends nothing by its id. Fails as `show` does."""
+        if self.finish is not None or self.error is not None:
+            return
+        try:
+            self._last = when
+            if self.num_tokens:
+                self._decode_steps += 1
+            else:
+                self._first = when
+            self.num_tokens += 1
+            text, stop = self._push((token,), final=False)
+            finish = None if stop is None else Finish("stop", stop)
+            self._send(text, (token,), [], finish)
+        except Exception as error:  # for example of the tokenizer
+            self._show_error(error, logs=True)
+
+    def show(
+        self,
+        tokens: Sequence[int],
+        when: float,
+        finish: Finish | None = None,
+        logprobs: Callable[[], Sequence[TokenLogprobs]] | None = None,
+        counted: tuple[int, int, tuple[int, int]] | None = None,
+    ) -> None:
+        """Makes the text of tokens. `finish`: the last of them ends the output.
+
+        `counted`: arguments of AcceptanceCounter.add. If this fails, the request fails.
+        """
+        if self.done:
+            return
+        try:
+            self._show(tokens, when, finish, logprobs, counted)
+        except Exception as error:  # for example of the tokenizer
+            self._show_error(error, logs=True)
+
+    def _show(
+        self,
+        tokens: Sequence[int],
+        when: float,
+        finish: Finish | None,
+        logprobs: Callable[[], Sequence[TokenLogprobs]] | None,
+        counted: tuple[int, int, tuple[int, int]] | None,
+    ) -> None:
+        self._last = when
+        if self.num_tokens:
+            self._decode_steps += 1
+        else:
+            self._first = when
+        text, taken, last = "", 0, len(tokens)
+        for token in tokens:
+            taken += 1
+            self.num_tokens += 1
+            ends = finish is not None and taken == last
+            hidden = ends and not self._shows_stop and self._stop_tokens.is_stop(token)
+            piece, stop = self._push(() if hidden else (token,), final=ends)
+            text += piece
+            if stop is not None:
+                finish = Finish("stop", stop)
+                break
+        if counted is not None and self._acceptance is not None:
+            self._acceptance.add(*counted)
+        found = [] if logprobs is None else list(logprobs()[:taken])
+        self._send(text, tokens if taken == last else tokens[:taken], found, finish)
+
+    def _show_end(self, reason: FinishReason) -> None:
         if not self.done:
-            self.error = error
-            self._guard(lambda: self._emit(error))
+            text, stop = self._push((), final=True)
+            self._send(text, [], [], Finish(reason) if stop is None else Finish("stop", stop))
+
+    def _show_error(self, error: Exception, logs: bool) -> None:
+        if self.done:
+            return
+        if logs:
+            logger.error("request %d failed: %s", self.id, error)
+        self.error = error
+        self._tell_engine()
+        self._guard(lambda: self._emit(error))
+
+    def _tell_engine(self) -> None:
+        """The text's half has ended the output: the engine thread must give the slot back."""
+        if not self.ended and self.notify is not None:
+            self.notify(self)
 
     def output(self) -> CompletionOutput:
         """The result. Raises the request's exception, or RuntimeError if it is not done."""
@@ -228,7 +348,7 @@ class Request:
         return CompletionOutput(
             index=self.index,
             text="".join(self._text),
-            token_ids=list(self.tokens),
+            token_ids=self.output_tokens,
             finish_reason=self.finish.reason,
             stop_reason=self.finish.stop_reason,
             logprobs=self._logprobs,
@@ -244,7 +364,7 @@ class Request:
             prefill_s=first - started,
             decode_s=(self._last - first) if self._first else 0.0,
             prompt_tokens=len(self.prompt),
-            output_tokens=len(self.tokens),
+            output_tokens=self.num_tokens,
             cached_tokens=self.cached_tokens or 0,
             decode_steps=self._decode_steps,
             preemptions=self.num_preemptions,
@@ -253,20 +373,34 @@ class Request:
 
     def _push(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str | None]:
         text = self._detokenizer.push(tokens, final=final)
-        early = self._min_tokens is not None and len(self.tokens) <= self._min_tokens.count
+        early = self._min_tokens is not None and self.num_tokens <= self._min_tokens.count
         return self._stop_strings.push(text, final=final, stops=not early)
 
-    def _send(self, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
+    def _send(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs],
+        finish: Finish | None,
+    ) -> None:
         self._text.append(text)
         if self._logprobs is not None:
             self._logprobs.extend(logprobs)
+        if finish is not None:
+            self.finish = finish
+            self._tell_engine()
+        if not self.is_streamed:
+            if finish is None:
+                return
+            text, tokens = "".join(self._text), self.output_tokens
+            logprobs = list(self._logprobs or ())
         chunk = StreamChunk(
             index=self.index,
             text=text,
-            token_ids=tokens,
+            token_ids=list(tokens),
             logprobs=logprobs if self._logprobs is not None else None,
-            finish_reason=self.finish.reason if self.finish else None,
-            stop_reason=self.finish.stop_reason if self.finish else None,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
         )
         self._guard(lambda: self._emit(chunk))
 
@@ -276,4 +410,8 @@ class Request:
             call()
         except Exception:
             logger.exception("the listener of request %d failed; the request is cancelled", self.id)
-            self.cancelled = True
+            self.cancel()
+
+
+def _run_now(job: Job) -> None:
+    job()

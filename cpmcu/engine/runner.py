@@ -3,11 +3,16 @@
 Greedy, sampled, speculative and streamed generation share this loop. Up to `launch_ahead` steps
 are in flight, so the device does not wait for Python. Tokens of a sequence that has ended while its
 step was in flight are ignored.
+
+A plain decode step of many sequences needs no Python loop over them. The scheduler keeps a `Group`
+of lists, C++ reserves pages and returns tokens for all, and a thread of its own makes their text
+(`text_worker.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -23,9 +28,10 @@ from cpmcu.engine.chooser import ShapeChooser
 from cpmcu.engine.pages import Leases
 from cpmcu.engine.prefix.base import CacheCounters, PageCache
 from cpmcu.engine.request import Request
-from cpmcu.engine.scheduler import Scheduler, Sequence, Step
+from cpmcu.engine.scheduler import Group, Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
 from cpmcu.engine.step_tokens import StepTokens
+from cpmcu.engine.text_worker import TextWorker
 from cpmcu.engine.warm_up import warm_up
 from cpmcu.errors import OutputError
 from cpmcu.outputs import TokenLogprobs
@@ -90,7 +96,10 @@ class Runner:
         self._page_size = page_size
         self._step_tokens = StepTokens()
         self._free_pages = self._leases.num_spare  # as of the last iteration; any thread may read
-        self._in_flight: deque[Step] = deque()
+        self._in_flight = self._scheduler.in_flight
+        self._text = TextWorker()
+        # Requests that any thread has cancelled, or whose text has ended.
+        self._notices: deque[Request] = deque()
         self._inbox: deque[Request] = deque()
         self._calls: deque[tuple[Callable[[C.Engine], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -114,6 +123,10 @@ class Runner:
                 )
         with self._wake:
             self._check_open()
+            for request in requests:
+                request.run_text, request.notify = self._text.add, self._notices.append
+                if request.cancelled:
+                    self._notices.append(request)
             self._inbox.extend(requests)
             self._wake.notify()
 
@@ -146,15 +159,15 @@ class Runner:
     def check_waiter(self) -> None:
         """Raises RuntimeError if waiting for the engine would never end.
 
-        This is the case on the engine thread, which runs callbacks, and in a forked process, which
-        has no engine thread.
+        This is the case on the threads of engine and text, which run callbacks, and in a forked
+        process, which has no engine thread.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the engine belongs to process {self._process}, which process {os.getpid()} was "
                 "forked from; load the model after forking"
             )
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread or self._text.is_current:
             raise RuntimeError(
                 "a callback cannot wait for the engine, since the engine thread runs it"
             )
@@ -188,7 +201,7 @@ class Runner:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self._text.is_current:
             self._thread.join()
 
     def _check_open(self) -> None:
@@ -206,6 +219,7 @@ class Runner:
                     self._turn()
                 except Exception as error:
                     self._recover(error)
+                self._text.flush(0)
         finally:
             self._stop()
 
@@ -228,8 +242,8 @@ class Runner:
 
     def _turn(self) -> None:
         """One iteration of the loop: admit, launch ahead, collect the oldest step."""
+        self._heed_notices()
         self._serve_calls()
-        self._scheduler.drop_cancelled()
         self._scheduler.admit()
         while len(self._in_flight) < max(1, self._live.launch_ahead):
             step = self._scheduler.next_step(idle=not self._in_flight)
@@ -250,15 +264,15 @@ class Runner:
         return self._engine
 
     def _launch(self, step: Step) -> None:
-        slots = [sequence.slot for sequence in step.sequences]
-        if self._chooser is not None and step.chunks is None:
-            step.shape = self._chooser.choose(len(slots))
+        num_seqs, group = len(step.sequences), step.group
+        if self._chooser is not None and group is not None:
+            step.shape = self._chooser.choose(num_seqs)
         step.launched = time.perf_counter()
         if step.targets is not None:
             self._score(step, step.targets)
         elif step.chunks is not None:
             drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
-            skip = self._chooser is not None and not self._chooser.may_pay(len(slots))
+            skip = self._chooser is not None and not self._chooser.may_pay(num_seqs)
             if any(sequence.request.is_masked for sequence in drawing):
                 trees = [([0], [-1])] * len(drawing)
                 masks = self._masks(drawing, trees)
@@ -267,11 +281,11 @@ class Runner:
                 self._live.prefill(step.chunks, skip_draft=skip)
             for sequence in step.sequences:
                 sequence.lease.sent(sequence.sent)
-        elif any(sequence.request.is_masked for sequence in step.sequences):
-            trees = self._live.begin_masked(slots, step.shape)
+        elif group is not None and any(s.request.is_masked for s in group.guided):
+            trees = self._live.begin_masked(group.slots, step.shape)
             self._live.end_masked(*self._masks(step.sequences, trees))
-        else:
-            self._live.decode(slots, step.shape)
+        elif group is not None:
+            self._live.decode(group.slots, step.shape)
         self._in_flight.append(step)
         self._launched += 1
 
@@ -301,7 +315,7 @@ class Runner:
         for sequence, (tokens, parents) in zip(sequences, trees):
             masks.append({})
             request = sequence.request
-            if request.is_masked and not request.done:
+            if request.is_masked and not request.is_over:
                 try:
                     masks[-1] = request.masks(tokens, parents)
                 except RuntimeError as error:
@@ -311,10 +325,41 @@ class Runner:
     def _collect(self) -> None:
         step = self._in_flight.popleft()
         self._taken += 1
-        outputs = {output.slot: output for output in self._live.collect()}
+        outputs = self._live.collect_step()
+        tokens = outputs.tokens
         self._observe(step, outputs)
         read = sum(len(chunk) for _, chunk, _ in step.chunks or ())
-        self._step_tokens.add(read + sum(len(output.tokens) for output in outputs.values()))
+        self._step_tokens.add(read + len(tokens))
+        if not (step.group is not None and self._take_plainly(step, step.group, outputs, tokens)):
+            self._take_each(step, outputs)
+        self._text.flush(len(step.sequences))
+        self._heed_notices()
+
+    def _take_plainly(
+        self, step: Step, group: Group, outputs: C.StepOutputs, tokens: list[int]
+    ) -> bool:
+        """Takes one token of each sequence. False: there are other numbers of tokens, or drafts."""
+        if (
+            (self.draft_depth if step.shape is None else step.shape[0])
+            or outputs.slots != group.slots
+            or outputs.counts != group.ones
+            or outputs.any_finished
+        ):
+            return False
+        requests, lists = group.requests, group.tokens
+        others = group.special | group.ending(tokens)
+        if others:
+            plain = [i for i in range(len(tokens)) if i not in others]
+            requests, lists = [requests[i] for i in plain], [lists[i] for i in plain]
+        plain_tokens = [tokens[i] for i in plain] if others else tokens
+        deque(map(list.append, lists, plain_tokens), maxlen=0)
+        self._text.add(functools.partial(_show_each, requests, plain_tokens, self._collected))
+        for i in others:
+            self._take(group.sequences[i], outputs[i], step)
+        return True
+
+    def _take_each(self, step: Step, outputs: C.StepOutputs) -> None:
+        numbers = {slot: i for i, slot in enumerate(outputs.slots)}
         for i, sequence in enumerate(step.sequences):
             emits = True
             if step.chunks is not None:
@@ -323,17 +368,28 @@ class Runner:
                 sequence.request.prefilled(sequence.read)
                 if sequence.request.only_scored and sequence.read + 1 == len(sequence.tokens):
                     sequence.request.end_scored()
-            sequence.in_flight -= emits
             if sequence.released:  # it ended while this step was in flight
                 continue
             if step.chunks is not None:
                 sequence.lease.wrote(sequence.read)
-            if emits and sequence.slot in outputs and not sequence.request.done:
-                self._accept(sequence.request, outputs[sequence.slot], step)
-            if sequence.request.done:
-                self._scheduler.release(sequence)
+            found = numbers.get(sequence.slot) if emits else None
+            self._take(sequence, None if found is None else outputs[found], step)
 
-    def _observe(self, step: Step, outputs: dict[int, C.SlotOutput]) -> None:
+    def _take(self, sequence: Sequence, output: C.SlotOutput | None, step: Step) -> None:
+        """Takes the output of one sequence, and gives its slot back at its end."""
+        if output is not None and not sequence.request.is_over:
+            self._accept(sequence.request, output, step)
+        if sequence.request.is_over:
+            self._scheduler.release(sequence)
+
+    def _heed_notices(self) -> None:
+        """Ends the requests that were cancelled, and those whose text has ended."""
+        for _ in range(len(self._notices)):
+            request = self._notices.popleft()
+            if not self._scheduler.drop(request) and not request.is_over:
+                self._notices.append(request)  # it is in the inbox
+
+    def _observe(self, step: Step, outputs: C.StepOutputs) -> None:
         before, self._collected = self._collected, time.perf_counter()
         # The step began after the end of the preceding one.
         seconds = self._collected - max(step.launched, before)
@@ -343,7 +399,7 @@ class Runner:
         if self._chooser is None:
             return
         if step.shape is not None:
-            emitted = [len(output.tokens) for output in outputs.values() if output.tokens]
+            emitted = [count for count in outputs.counts if count]
             self._chooser.observe(step.shape, len(step.sequences), seconds, emitted)
         elif step.chunks is not None and any(last for _, _, last in step.chunks):
             self._chooser.forget_text()
@@ -352,10 +408,12 @@ class Runner:
         drafted = 0 if step.chunks is not None else self.draft_depth
         if step.shape is not None:
             drafted = step.shape[0]
-        tokens = list(itertools.takewhile(lambda token: token >= 0, output.tokens))
+        emitted = output.tokens
+        tokens = list(itertools.takewhile(lambda token: token >= 0, emitted))
+        logprobs = functools.partial(_logprobs, output) if request.wants_logprobs else None
         try:
-            request.accept(tokens, _logprobs(output), drafted=drafted, inner=output.inner)
-            if len(tokens) < len(output.tokens) and not request.done:
+            request.accept(tokens, self._collected, logprobs, drafted=drafted, inner=output.inner)
+            if len(tokens) < len(emitted) and not request.is_over:
                 raise OutputError(
                     f"the model's logits for token {len(request.tokens) + 1} of the output are not "
                     "finite: its activations overflow the dtype (float16 holds the least), or its "
@@ -363,9 +421,8 @@ class Runner:
                 )
             if output.finished:  # the device ended the sequence
                 request.end("length")
-        except Exception as error:  # for example of the tokenizer; fails this request only
-            logger.error("request %d failed: %s", request.id, error)
-            request.fail(error)
+        except Exception as error:  # for example of the grammar; fails this request only
+            request.fail(error, logs=True)
 
     def _serve_calls(self) -> None:
         while self._calls:
@@ -411,6 +468,7 @@ class Runner:
         for _, future in calls:
             future.set_exception(RuntimeError("the engine is closed"))
         self._in_flight.clear()
+        self._text.close()
         self._close_memory()
         self._scheduler.close()
         del self._leases
@@ -424,6 +482,11 @@ class Runner:
             self._leases.close()
         except Exception as error:
             logger.error("the prefix cache could not be closed: %s", error)
+
+
+def _show_each(requests: list[Request], tokens: list[int], when: float) -> None:
+    for request, token in zip(requests, tokens):
+        request.show_one(token, when)
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:

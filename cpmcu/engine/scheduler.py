@@ -24,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections import deque
+import operator
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.pages import Found, Lease, Leases
@@ -49,7 +50,6 @@ class Sequence:
     tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
     sent: int = 0  # tokens of launched prefill steps, cached ones included
     read: int = 0  # tokens of completed prefill steps, cached ones included
-    in_flight: int = 0  # launched steps that will emit tokens of this sequence
     released: bool = False  # it holds the slot no longer
 
     @property
@@ -73,6 +73,42 @@ class Sequence:
         return self.request.num_prompt_logprobs is not None and not self.request.tokens
 
 
+class Group:
+    """Sequences that decode together, step by step, until one of them ends or another joins.
+
+    What the steps need of each sequence is kept in lists, so that a step needs no loop over them.
+    """
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        requests = [sequence.request for sequence in sequences]
+        self.sequences = sequences
+        self.requests = requests
+        self.slots = [sequence.slot for sequence in sequences]
+        self.ones = [1] * len(sequences)
+        self.tokens = [request.tokens for request in requests]
+        self.limits = [request.max_tokens for request in requests]
+        self.guided = [s for s in sequences if s.request.is_guided]
+        # Sequences whose tokens need more than being appended.
+        self.special = {i for i, request in enumerate(requests) if not request.takes_plainly}
+        self.stops = frozenset[int]().union(*(r.stop_tokens.ids for r in requests)) | {-1}
+
+    @property
+    def left(self) -> int:
+        """Tokens that every sequence may still emit, those of the steps in flight included."""
+        least: int = min(map(operator.sub, self.limits, map(len, self.tokens)))
+        return least
+
+    def ending(self, tokens: list[int]) -> set[int]:
+        """Numbers of the sequences that may end with their token of a step, one for each."""
+        stops = set()
+        if not self.stops.isdisjoint(tokens):
+            stops = {i for i, token in enumerate(tokens) if token in self.stops}
+        if self.left > 1:
+            return stops
+        lengths = zip(self.limits, self.tokens)
+        return stops | {i for i, (limit, old) in enumerate(lengths) if len(old) + 1 >= limit}
+
+
 @dataclasses.dataclass(slots=True)
 class Step:
     """One engine step: prompt chunks (slot, ids, last?), or a decode step of `sequences`."""
@@ -80,8 +116,16 @@ class Step:
     sequences: list[Sequence]
     chunks: list[tuple[int, list[int], bool]] | None = None
     targets: list[int] | None = None  # next token of each token of the only chunk, to be scored
+    group: Group | None = None  # the sequences of a decode step
     shape: Shape | None = None  # chosen tree shape of a decode step
     launched: float = 0.0  # time.perf_counter()
+
+    @property
+    def emitting(self) -> list[Sequence]:
+        """The sequences that draw tokens."""
+        if self.chunks is None:
+            return self.sequences
+        return [s for s, (_, _, last) in zip(self.sequences, self.chunks) if last]
 
 
 class Scheduler:
@@ -106,6 +150,9 @@ class Scheduler:
         self._score_next = True
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission, the oldest first
+        self.in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
+        self._reading: list[Sequence] = []  # of `active`, those with an unread prompt
+        self._group: Group | None = None  # of the next decode step; None: to be gathered
         self.swapped: deque[Sequence] = deque()  # likewise; older than all waiting requests
 
     @property
@@ -128,14 +175,20 @@ class Scheduler:
         started = [sequence.request for sequence in (*self.active, *self.swapped)]
         return started + list(self.waiting)
 
-    def drop_cancelled(self) -> None:
-        """Ends the requests whose cancellation flag is set."""
-        for sequence in [s for s in (*self.active, *self.swapped) if s.request.cancelled]:
-            sequence.request.end("abort")
-            self.release(sequence)
-        for request in [r for r in self.waiting if r.cancelled]:
+    def drop(self, request: Request) -> bool:
+        """Ends a request that is cancelled or whose text has ended. False: it is not here."""
+        for sequence in (*self.active, *self.swapped):
+            if sequence.request is request:
+                request.end("abort")
+                if request.done:  # tokens behind a stop string
+                    del request.tokens[request.num_tokens :]
+                self.release(sequence)
+                return True
+        if request in self.waiting:
             request.end("abort")
             self.waiting.remove(request)
+            return True
+        return False
 
     def admit(self) -> None:
         """Gives slots and pages to waiting requests while these last; swapped sequences first."""
@@ -157,7 +210,7 @@ class Scheduler:
 
     def next_step(self, *, idle: bool) -> Step | None:
         """The next step to launch, or None. `idle`: no step is in flight."""
-        prefill_first = self._prefill_next or not self._is_watched
+        prefill_first = self._prefill_next or not (self._reading and self._is_watched)
         order = (self._prefill, self._decode) if prefill_first else (self._decode, self._prefill)
         while True:
             for make in order:
@@ -175,6 +228,9 @@ class Scheduler:
             self.swapped.remove(sequence)
         else:
             self.active.remove(sequence)
+        if sequence in self._reading:
+            self._reading.remove(sequence)
+        self._group = None
         sequence.released = True
         self._blocked = self._prompt_blocked = self._full = False
         sequence.lease.end(sequence.read)
@@ -184,6 +240,9 @@ class Scheduler:
         self.waiting.clear()
         self.active.clear()
         self.swapped.clear()
+        self.in_flight.clear()
+        self._reading.clear()
+        self._group = None
         del self._leases, self._engine
 
     def _begin(self, request: Request, found: Found) -> None:
@@ -196,6 +255,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         self.active.append(sequence)
+        self._reading.append(sequence)
         if sequence.lease.reserve(len(sequence.tokens)):
             sequence.lease.restore()
             sequence.request.start(sequence.read)
@@ -229,10 +289,13 @@ class Scheduler:
                     continue
                 return
             self.active.append(self.swapped.popleft())
+            self._group = None
 
     def _prefill(self) -> Step | None:
         self._prompt_blocked = False
-        unread = [sequence for sequence in self.active if sequence.unread > 0]
+        if not self._reading:
+            return None
+        unread = self._reading = [s for s in self._reading if s.unread > 0]
         scored = [s for s in unread if s.rest > 1 and s.wants_scores]
         others = [s for s in unread if s not in scored]
         room = self._room()
@@ -253,7 +316,8 @@ class Scheduler:
                 continue
             chunk = sequence.tokens[begin:end]
             sequence.sent = end
-            sequence.in_flight += sequence.rest == 0
+            if sequence.rest == 0:
+                self._group = None
             step.sequences.append(sequence)
             chunks.append((sequence.slot, chunk, sequence.rest == 0))
         return step if step.sequences else None
@@ -273,7 +337,8 @@ class Scheduler:
     def _is_watched(self) -> bool:
         """Does a streamed sequence decode, whose tokens should come at even intervals?"""
         return any(
-            s.request.is_streamed and s.rest == 0 and self._may_decode(s) for s in self.active
+            s.request.is_streamed and s.rest == 0 and self._may_decode(s, self._emits(s))
+            for s in self.active
         )
 
     def _score(self, sequence: Sequence, take: int) -> Step:
@@ -284,32 +349,50 @@ class Scheduler:
         return Step([sequence], [chunk], sequence.tokens[begin + 1 : end + 1])
 
     def _decode(self) -> Step | None:
-        ready: list[Sequence] = []
         self._blocked = False
-        if any(sequence.request.is_masked and sequence.in_flight for sequence in self.active):
+        group = self._group
+        # Every step in flight emits a token of each sequence, or more.
+        if group is None or group.left <= len(self.in_flight):
+            group = self._group = self._gather()
+        if group is None or any(s.request.is_masked and self._emits(s) for s in group.guided):
             return None
-        for sequence in self.active:
-            if sequence.rest > 0 or not self._may_decode(sequence):
-                continue
-            needed = self._needed(sequence)
-            if sequence.lease.reserve(needed, needed):
-                ready.append(sequence)
-            else:
-                self._blocked = True
-        for sequence in ready:
-            sequence.in_flight += 1
-        return Step(ready) if ready else None
+        reserved = self._engine.reserve_step(group.slots)
+        ready = group.sequences
+        if reserved < len(ready):
+            ready = ready[:reserved] + [s for s in ready[reserved:] if self._reserve_step(s)]
+        if len(ready) < len(group.sequences):
+            self._blocked = True
+            group = Group(ready) if ready else None
+        return None if group is None else Step(ready, group=group)
+
+    def _gather(self) -> Group | None:
+        """The sequences of the next decode step."""
+        flying = Counter(itertools.chain.from_iterable(step.emitting for step in self.in_flight))
+        ready = [
+            sequence
+            for sequence in self.active
+            if sequence.rest == 0 and self._may_decode(sequence, flying[sequence])
+        ]
+        return Group(ready) if ready else None
+
+    def _reserve_step(self, sequence: Sequence) -> bool:
+        needed = self._needed(sequence)
+        return sequence.lease.reserve(needed, needed)
+
+    def _emits(self, sequence: Sequence) -> int:
+        """Launched steps that will emit tokens of a sequence."""
+        return sum(sequence in step.emitting for step in self.in_flight)
 
     @staticmethod
-    def _may_decode(sequence: Sequence) -> bool:
+    def _may_decode(sequence: Sequence, in_flight: int) -> bool:
         """May the launched steps leave it with fewer tokens than its maximum?"""
-        launched = len(sequence.request.tokens) + sequence.in_flight  # lower bound on tokens
+        launched = len(sequence.request.tokens) + in_flight  # lower bound on tokens
         return launched < sequence.request.max_tokens
 
     def _needed(self, sequence: Sequence) -> int:
         """KV entries that the slot must hold after one more decode step."""
         request = sequence.request
-        ahead = sequence.in_flight * self._tokens_per_step + self._tokens_per_step - 1
+        ahead = self._emits(sequence) * self._tokens_per_step + self._tokens_per_step - 1
         return min(len(request.prompt) + len(request.tokens) + ahead, self.max_length)
 
     def _make_room(self) -> None:
@@ -338,6 +421,7 @@ class Scheduler:
         if not sequence.lease.swap_out(sequence.read):
             return False
         self.active.remove(sequence)
+        self._group = None
         self.swapped.appendleft(sequence)
         self._blocked = self._prompt_blocked = self._full = False
         return True

@@ -69,11 +69,17 @@ class StopTokens:
     ) -> None:
         self._eos = frozenset(eos_token_ids)
         self._stops = frozenset(stop_token_ids)
+        self._ids = self._eos | self._stops
         self._max_tokens = max_tokens
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The tokens that end the output."""
+        return self._ids
 
     def is_stop(self, token: int) -> bool:
         """Does this token end the output? Its text is not part of the output."""
-        return token in self._eos or token in self._stops
+        return token in self._ids
 
     def check(self, token: int, num_tokens: int) -> Finish | None:
         """The reason if the output ends with `token` as its token number `num_tokens`, or None."""

@@ -105,7 +105,7 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Tokens of all outputs generated so far."""
-        return sum(len(request.tokens) for request in self.requests)
+        return sum(request.num_tokens for request in self.requests)
 
     @property
     def cached_tokens(self) -> int:

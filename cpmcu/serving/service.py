@@ -178,7 +178,7 @@ class Service:
         fields = {
             "prompt_tokens": sum(map(len, generation.prompts)),
             "cached_tokens": generation.cached_tokens,
-            "completion_tokens": sum(len(request.tokens) for request in generation.requests),
+            "completion_tokens": generation.num_tokens,
             "finish_reasons": ",".join("error" if end is None else end.reason for end in ends),
         }
         logger.info(

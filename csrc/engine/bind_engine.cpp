@@ -12,6 +12,7 @@
 #include "core/plugin.h"
 #include "engine/bind_launches.h"
 #include "engine/bind_memory.h"
+#include "engine/bind_outputs.h"
 #include "engine/bind_ranks.h"
 #include "engine/logprobs.h"
 #include "engine/ranks.h"
@@ -150,46 +151,6 @@ void bind_tensors(py::module_& m) {
       .def_readonly("nbytes", &FileEntry::num_bytes);
 }
 
-void bind_outputs(py::module_& m) {
-  using Output = Engine::SlotOutput;
-  py::class_<Output>(m, "SlotOutput", "What a step emitted for one sequence.")
-      .def_readonly("slot", &Output::slot)
-      .def_readonly("tokens", &Output::tokens, "Emitted by this step, in order.")
-      .def_readonly("finished", &Output::finished, "With a drafter: the device ended the sequence.")
-      .def_property_readonly(
-          "inner",
-          [](const Output& output) { return std::pair(output.inner.steps, output.inner.tokens); },
-          "Steps that the draft took itself, and the tokens that they emitted.")
-      .def_property_readonly(
-          "logprobs",
-          [](const Output& output) {
-            std::vector<float> values;
-            for (const TokenLogprobs& t : output.logprobs) values.push_back(t.logprob);
-            return values;
-          },
-          "One a token, if asked for.")
-      .def_property_readonly(
-          "top_ids",
-          [](const Output& output) {
-            std::vector<std::vector<int>> ids;
-            for (const TokenLogprobs& t : output.logprobs) {
-              ids.emplace_back(t.top_ids, t.top_ids + output.num_logprobs);
-            }
-            return ids;
-          },
-          "Of each token the most likely ones at its place, likeliest first.")
-      .def_property_readonly(
-          "top_logprobs",
-          [](const Output& output) {
-            std::vector<std::vector<float>> values;
-            for (const TokenLogprobs& t : output.logprobs) {
-              values.emplace_back(t.top_logprobs, t.top_logprobs + output.num_logprobs);
-            }
-            return values;
-          },
-          "Log-probabilities of `top_ids`.");
-}
-
 using IdList = py::typing::List<int>;
 
 // Prompts have tens of thousands of ids: these functions read a list in one pass, without a caster
@@ -279,6 +240,10 @@ void bind_sequences(EngineClass& engine) {
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
            Waits for the steps in flight if they are the last that read the pages it needs.)")
+      .def("reserve_step", on_each<&Engine::reserve_step>, py::arg("slots"), NoGil(),
+           R"(Takes pages for one more decode step of these slots, in order, as both of these do.
+
+           Returns the number of slots before the first one that lacks pages.)")
       .def("reserve_windows", on_each<&Engine::reserve_windows>, py::arg("slot"),
            py::arg("step_end"), NoGil(),
            R"(The same in the groups of layers with a window, for the slot's next step.
@@ -449,7 +414,10 @@ void bind_steps(EngineClass& engine) {
            R"(Waits for the oldest step in flight and returns what it emitted.
 
            Prefill steps of chunks that are not last return []. Device errors surface here as
-           RuntimeError.)");
+           RuntimeError.)")
+      .def(
+          "collect_step", [](Ranks& e) { return StepOutputs{e.collect()}; }, NoGil(),
+          "Like `collect`. With many sequences, Python reads the result without a loop over them.");
 }
 
 void bind_facts(EngineClass& engine) {

@@ -234,6 +234,20 @@ bool Engine::reserve_windows(int slot, int num_tokens) {
                                 std::min(num_tokens, max_tokens_) + step_.lookahead());
 }
 
+int Engine::reserve_step(const std::vector<int>& slots) {
+  const int64_t most = std::min<int64_t>(max_tokens_, int64_t{num_pages()} * kPageSize);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    check_slot(slots[i]);
+    const int need =
+        static_cast<int>(std::min<int64_t>(length_bound(slots[i]) + tokens_per_step(), most));
+    const bool has_pages = states_.capacity(slots[i]) >= need + step_.lookahead();
+    if ((!has_pages && !reserve(slots[i], need)) || !reserve_windows(slots[i], need)) {
+      return static_cast<int>(i);
+    }
+  }
+  return static_cast<int>(slots.size());
+}
+
 std::vector<int> Engine::num_missing(int slot, int num_tokens, int step_end) const {
   check_slot(slot);
   std::vector<int> missing;

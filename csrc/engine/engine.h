@@ -93,6 +93,9 @@ class Engine {
   // the slot has at most `num_tokens` tokens. Pages before the window are given back. Every step
   // calls this function, and throws if too few pages are free.
   bool reserve_windows(int slot, int num_tokens);
+  // Takes the pages of one more decode step of these slots, in order. Returns the number of slots
+  // before the first one whose pages are not free.
+  int reserve_step(const std::vector<int>& slots);
   // The pages of each group that `reserve` (num_tokens) and `reserve_windows` (step_end) would
   // lack, even after the steps in flight.
   std::vector<int> num_missing(int slot, int num_tokens, int step_end) const;

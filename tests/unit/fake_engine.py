@@ -34,6 +34,26 @@ class _Slot:
         self.pages = 0
 
 
+class FakeOutputs(list):
+    """A stand-in for StepOutputs."""
+
+    @property
+    def slots(self) -> list[int]:
+        return [output.slot for output in self]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self for token in output.tokens]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(output.tokens) for output in self]
+
+    @property
+    def any_finished(self) -> bool:
+        return any(output.finished for output in self)
+
+
 class FakeEngine:
     """See the module's docstring.
 
@@ -124,6 +144,14 @@ class FakeEngine:
         state.pages += more
         self.num_free_pages -= more
         return True
+
+    def reserve_step(self, slots: Sequence[int]) -> int:
+        self._called("reserve_step", list(slots))
+        most = min(self.max_model_len, self.num_pages * PAGE_SIZE)
+        for i, slot in enumerate(slots):
+            if not self.reserve(slot, min(self.slots[slot].position + self.burst - 1, most)):
+                return i
+        return len(slots)
 
     def prefill(
         self,
@@ -220,6 +248,9 @@ class FakeEngine:
 
     def in_flight(self) -> int:
         return len(self.steps)
+
+    def collect_step(self) -> FakeOutputs:
+        return FakeOutputs(self.collect())
 
     def collect(self) -> list[SimpleNamespace]:
         self._called("collect")

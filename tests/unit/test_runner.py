@@ -13,6 +13,7 @@ import weakref
 import pytest
 from fake_engine import PAGE_SIZE, FakeEngine, sampling
 
+from cpmcu.engine import text_worker
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Request
 from cpmcu.engine.runner import Runner
@@ -75,8 +76,11 @@ class Job:
         return [script(self.key, len(self.prompt) + i) for i in range(count)]
 
 
-@pytest.fixture
-def start():
+@pytest.fixture(params=["text_by_the_engine_thread", "text_by_its_own_thread"])
+def start(request, monkeypatch):
+    """Makes runners. Every test runs with both ways to make text."""
+    if request.param == "text_by_its_own_thread":
+        monkeypatch.setattr(text_worker, "FEW_SEQS", -1)
     runners: list[Runner] = []
 
     def make(engine: FakeEngine, **options) -> Runner:

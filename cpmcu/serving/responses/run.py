@@ -187,7 +187,7 @@ class ResponseRun:
 
     def _usage(self) -> dict[str, Any]:
         generation = self.generation
-        prompt, tokens = len(generation.prompts[0]), generation.requests[0].tokens
+        prompt, tokens = len(generation.prompts[0]), generation.requests[0].output_tokens
         thought = tokens_up_to(self._job.texts, tokens, self._output.reasoning)
         return {
             "input_tokens": prompt,

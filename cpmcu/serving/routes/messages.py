@@ -176,7 +176,7 @@ class _Reply:
     def _usage(self, num_tokens: int) -> MessagesUsage:
         generation = self._job.generation
         cached = generation.cached_tokens
-        tokens = generation.requests[0].tokens[:num_tokens]
+        tokens = generation.requests[0].output_tokens[:num_tokens]
         return MessagesUsage(
             input_tokens=len(generation.prompts[0]) - cached,
             cache_read_input_tokens=cached,

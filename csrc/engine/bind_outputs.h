@@ -1,0 +1,19 @@
+// Python bindings of the results of a step.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace cpmcu {
+
+// What a step emitted for all of its sequences that still exist.
+struct StepOutputs {
+  std::vector<Engine::SlotOutput> outputs{};
+};
+
+void bind_outputs(pybind11::module_& m);
+
+}  // namespace cpmcu
