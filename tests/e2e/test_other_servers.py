@@ -412,6 +412,9 @@ def test_deltas_of_a_chat_have_reasoning_content(server):
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert deltas and all(delta["reasoning_content"] is None for delta in deltas)
+    first, *others = deltas
+    assert (first["role"], first["content"]) == ("assistant", None)
+    assert all(delta["content"] for delta in others if "content" in delta)
 
 
 def test_timings(server):

@@ -127,7 +127,7 @@ class ChatReply:
                 continue
             if not begun[index]:  # not earlier: clients time the first token by it
                 begun[index] = True
-                first = _delta(index, {"role": "assistant", "content": ""})
+                first = _delta(index, {"role": "assistant", "content": None})
                 usage = self._usage_so_far(tokens)
                 yield reply.chunk([first], **usage, **self._prompt(), **self.verbose())
                 if self._body.echoed:
