@@ -352,11 +352,12 @@ class Request:
             finish_reason=self.finish.reason,
             stop_reason=self.finish.stop_reason,
             logprobs=self._logprobs,
-            timings=self._timings(),
+            timings=self.timings(),
             spec_decode_metrics=self._acceptance.metrics() if self._acceptance else None,
         )
 
-    def _timings(self) -> Timings:
+    def timings(self) -> Timings:
+        """Times and numbers of tokens so far. Any thread may call it."""
         started = self._started or self._arrived
         first = self._first or started
         return Timings(

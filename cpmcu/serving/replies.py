@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
-from cpmcu.serving.chat.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of, timings_of
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
 from cpmcu.serving.http.sse import CHUNKS, Ending, EventStream, disconnected, to_json
@@ -128,6 +128,12 @@ class Reply:
         if self.body.timings_per_token:
             more["timings"] = self.timings([generation.requests[0].output()])
         return self.chunk([], **more) if more else None
+
+    def timings_so_far(self, generation: Generation, number: int) -> dict[str, Any]:
+        """Returns the `timings` member of a chunk of output `number`, if they are requested."""
+        if not self.body.timings_per_token:
+            return {}
+        return {"timings": timings_of(generation.requests[number].timings())}
 
     def timings(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any] | None:
         """Returns the timings of the first output if they are requested."""

@@ -429,3 +429,25 @@ def test_timings(server):
     lines = server.post(COMPLETIONS, stream).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert chunks[-1]["timings"]["predicted_n"] == 12
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert counts[0] > 0 and counts == sorted(counts)
+
+
+STREAMS = [
+    ("/completion", {"prompt": TEXT["prompt"], "n_predict": 8}),
+    (CHAT, {**HELLO, "max_tokens": 8}),
+    ("/v1/responses", {"input": "x = ", "max_output_tokens": 8}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS, ids=[path for path, _ in STREAMS])
+def test_timings_and_progress_of_a_stream(server, path, body):
+    fields = {"timings_per_token": True, "return_progress": True, "stream": True}
+    lines = server.post(path, {**body, **fields}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert progress[-1]["processed"] == progress[-1]["total"] > 0
+    counts = [event["timings"]["predicted_n"] for event in events if "timings" in event]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8
+    plain = server.post(path, {**body, "stream": True}).text
+    assert "prompt_progress" not in plain and (path == "/completion" or '"timings"' not in plain)

@@ -88,21 +88,7 @@ class AnswerParser:
 def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
     """`metrics` of a response: acceptance of all choices, timings of the first choice."""
     timings = outputs[0].timings
-    found: dict[str, Any] = _latencies(timings) | {
-        # Names of llama.cpp.
-        "timings": {
-            "queue_ms": 1e3 * timings.queue_s,
-            "cache_n": timings.cached_tokens,
-            "prompt_n": timings.computed_tokens,
-            "prompt_ms": 1e3 * timings.prefill_s,
-            "prompt_per_token_ms": 1e3 * timings.prefill_s / max(1, timings.computed_tokens),
-            "prompt_per_second": timings.prompt_tokens_per_s,
-            "predicted_n": timings.output_tokens,
-            "predicted_ms": 1e3 * timings.decode_s,
-            "predicted_per_token_ms": 1e3 * timings.decode_s / max(1, timings.output_tokens - 1),
-            "predicted_per_second": timings.decode_tokens_per_s,
-        }
-    }
+    found: dict[str, Any] = _latencies(timings) | {"timings": timings_of(timings)}
     specs = [output.spec_decode_metrics for output in outputs]
     counted = [spec for spec in specs if spec is not None]
     if counted:
@@ -112,6 +98,22 @@ def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         found["timings"]["draft_n"] = spec.num_draft_tokens
         found["timings"]["draft_n_accepted"] = spec.num_accepted_draft_tokens
     return found
+
+
+def timings_of(timings: Timings) -> dict[str, Any]:
+    """Times of a choice with llama.cpp's names."""
+    return {
+        "queue_ms": 1e3 * timings.queue_s,
+        "cache_n": timings.cached_tokens,
+        "prompt_n": timings.computed_tokens,
+        "prompt_ms": 1e3 * timings.prefill_s,
+        "prompt_per_token_ms": 1e3 * timings.prefill_s / max(1, timings.computed_tokens),
+        "prompt_per_second": timings.prompt_tokens_per_s,
+        "predicted_n": timings.output_tokens,
+        "predicted_ms": 1e3 * timings.decode_s,
+        "predicted_per_token_ms": 1e3 * timings.decode_s / max(1, timings.output_tokens - 1),
+        "predicted_per_second": timings.decode_tokens_per_s,
+    }
 
 
 def _latencies(timings: Timings) -> dict[str, float]:

@@ -276,7 +276,7 @@ class GenerationRequest(SamplingRequest):
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
-    timings_per_token: bool = Field(False, description="Add llama.cpp's `timings`")
+    timings_per_token: bool = Field(False, description="Add llama.cpp's `timings`, also to chunks")
     return_progress: bool = Field(
         False, description="In a stream: send chunks with `prompt_progress` during prefill"
     )

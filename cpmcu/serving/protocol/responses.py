@@ -180,6 +180,10 @@ class ResponsesRequest(SamplingRequest):
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
+    timings_per_token: bool = Field(False, description="Add llama.cpp's `timings` to events")
+    return_progress: bool = Field(
+        False, description="In a stream: send `prompt_progress` during prefill"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking"
     )

@@ -61,6 +61,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Placed]) -> tuple[ChatReques
         top_logprobs=body.top_logprobs,
         reasoning_effort=effort,
         chat_template_kwargs=body.chat_template_kwargs,
+        return_progress=bool(body.stream) and body.return_progress,
         thinking_token_budget=body.thinking_token_budget,
     )
     chat.check()

@@ -12,12 +12,13 @@ from typing import Any
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving.chat.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of, timings_of
 from cpmcu.serving.chat.job import ChatJob
 from cpmcu.serving.errors import ApiError, internal_error
 from cpmcu.serving.generation import PrefillProgress
 from cpmcu.serving.http.sse import encoded
 from cpmcu.serving.protocol.responses import SEALED_REASONING, ResponsesRequest
+from cpmcu.serving.replies import progress_members
 from cpmcu.serving.responses.items import functions_of
 from cpmcu.serving.responses.output import Event, ResponseOutput
 from cpmcu.serving.service import Service
@@ -71,13 +72,20 @@ class ResponseRun:
             if self._status == "queued":
                 self._status = "in_progress"
                 yield self._bytes({"type": "response.in_progress", "response": self.response()})
-            assert not isinstance(item, PrefillProgress)  # not requested
+            if isinstance(item, PrefillProgress):
+                members = progress_members(item, timings=self._body.timings_per_token)
+                known = {"type": "response.in_progress", "response": self.response()}
+                yield self._bytes({**known, **members})
+                continue
             for event in self._take(item):
+                if event["type"].endswith(".delta"):
+                    event |= self._timings()
                 yield self._bytes(event)
         self.end()
         # OpenAI has no event for a cancelled response; a failed one would be tried again.
         kind = "incomplete" if self._status == "cancelled" else self._status
-        yield self._bytes({"type": f"response.{kind}", "response": self.response()})
+        last = {"type": f"response.{kind}", "response": self.response()}
+        yield self._bytes({**last, **self._timings()})
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> Response:
         """Returns the response as one object. May run on another thread than the event loop's."""
@@ -184,6 +192,12 @@ class ResponseRun:
         if not running:
             self._final = found
         return found
+
+    def _timings(self) -> dict[str, Any]:
+        """Returns llama.cpp's member of an event, as requested."""
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": timings_of(self.generation.requests[0].timings())}
 
     def _usage(self) -> dict[str, Any]:
         generation = self.generation

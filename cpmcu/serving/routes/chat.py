@@ -145,7 +145,8 @@ class ChatReply:
                 choice["matched_stop"] = reply.matched_stop(item)
             elif not fields and len(choice) == _BARE:
                 continue  # the text is held back, and the chunk has no other content
-            yield reply.chunk([choice], **self._usage_so_far(tokens))
+            more = reply.timings_so_far(generation, index)
+            yield reply.chunk([choice], **self._usage_so_far(tokens), **more)
         last = reply.last(generation, self.usage())
         if last is not None:
             yield last

@@ -193,7 +193,8 @@ class _Completion:
                 choice = self._stream_choice(number, text, logprobs, item)
                 if first and self._body.return_token_ids:
                     choice["prompt_token_ids"] = self._prompt(number)
-                yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
+                more = reply.timings_so_far(generation, number)
+                yield reply.chunk([choice], **reply.usage_so_far(generation, tokens), **more)
         last = reply.last(generation, reply.usage(generation, 0 if self._only_echo else None))
         if last is not None:
             yield last

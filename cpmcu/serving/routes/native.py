@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk
-from cpmcu.serving.chat.answers import metrics_of
+from cpmcu.serving.chat.answers import metrics_of, timings_of
 from cpmcu.serving.chat.conversation import checked, render
 from cpmcu.serving.chat.job import num_prompt_tokens
 from cpmcu.serving.fill import find_fill
@@ -92,7 +92,7 @@ async def _generate(body: Any, request: Request, size: int, prompts_of: Any) -> 
                 continue
             end = item.finish_reason is not None
             if item.text or not end:
-                yield sse.event({"stop": False, **shape.part(number, item)})
+                yield sse.event(shape.chunk(number, item))
             if end:
                 output = dataclasses.replace(generation.requests[number].output(), text="")
                 yield sse.event(shape.whole(number, output))
@@ -180,6 +180,13 @@ class _Shape:
         if item.logprobs is not None:
             texts = self._llm.token_texts
             found["completion_probabilities"] = entries(texts, item.logprobs, with_ids=True)
+        return found
+
+    def chunk(self, number: int, item: StreamChunk) -> dict[str, Any]:
+        """The members of an event during decoding."""
+        found = {"stop": False, **self.part(number, item)}
+        if self._body.timings_per_token:
+            found["timings"] = timings_of(self._generation.requests[number].timings())
         return found
 
     def progress(self, item: PrefillProgress) -> dict[str, Any]:
