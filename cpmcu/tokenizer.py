@@ -27,6 +27,7 @@ _NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _LONG_TEXT = 1024  # characters
 _LONG_IDS = 512
 _PIECE = 1 << 15  # ids converted to Python integers at a time
+_MOST_TEXTS = 1 << 18  # texts of single tokens that are remembered
 # Modules through which transformers reads tokenizer.model -> their packages.
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 # Fields of a token in added_tokens_decoder of tokenizer_config.json.
@@ -71,6 +72,8 @@ class Tokenizer:
         self, backend: _Backend, config: dict[str, Any], eos_token_ids: Sequence[int] = ()
     ) -> None:
         self._backend = backend
+        # Texts of single tokens: without special tokens [True], and with them [False].
+        self._texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         self.config = config  # tokenizer_config.json
         self.special_tokens = {
             name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
@@ -161,7 +164,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 bytes become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens)
+        if len(ids) != 1:
+            return self._backend.decode(list(ids), skip_special_tokens)
+        token, texts = ids[0], self._texts[skip_special_tokens]
+        text = texts.get(token)
+        if text is None:
+            text = self._backend.decode([token], skip_special_tokens)
+            if len(texts) < _MOST_TEXTS:
+                texts[token] = text
+        return text
 
     def is_special(self, token_id: int) -> bool:
         """Does `decode` skip this token by default?"""
@@ -238,9 +249,14 @@ class _FastBackend:
         return [*first, *ids, *last] if special else ids
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
-        with self._panics():
-            if len(ids) < _LONG_IDS:
+        if len(ids) < _LONG_IDS:  # runs for every token: `_panics` would take longer than decoding
+            try:
                 return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+            except _NOT_ERRORS:
+                raise
+            except BaseException as error:
+                raise self._failed(error) from error
+        with self._panics():
             (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)
             return str(text)
 
@@ -252,9 +268,10 @@ class _FastBackend:
         except _NOT_ERRORS:
             raise
         except BaseException as error:
-            raise RuntimeError(
-                f"{self._path}: the tokenizers library failed: {one_line(error)}"
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> RuntimeError:
+        return RuntimeError(f"{self._path}: the tokenizers library failed: {one_line(error)}")
 
     def longest_token(self) -> int | None:
         return longest_token(self._tokenizer)

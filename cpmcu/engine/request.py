@@ -256,7 +256,10 @@ class Request:
     # ---- the text's half
 
     def show_one(self, token: int, when: float) -> None:
-        """Makes the text of one token that ends nothing by its id. Fails as `show` does."""
+        """Makes the text of one token that ends nothing by its id. Fails as `show` does.
+
+        Only for outputs without guides and log-probabilities.
+        """
         if self.finish is not None or self.error is not None:
             return
         try:
@@ -266,9 +269,13 @@ class Request:
             else:
                 self._first = when
             self.num_tokens += 1
-            text, stop = self._push((token,), final=False)
-            finish = None if stop is None else Finish("stop", stop)
-            self._send(text, (token,), [], finish)
+            text, stop = self._detokenizer.push((token,)), None
+            if self._stop_strings.any:
+                text, stop = self._stop_strings.push(text)
+            if stop is not None or self.is_streamed:
+                self._send(text, (token,), [], None if stop is None else Finish("stop", stop))
+            elif text:
+                self._text.append(text)
         except Exception as error:  # for example of the tokenizer
             self._show_error(error, logs=True)
 

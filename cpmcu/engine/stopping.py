@@ -22,6 +22,11 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
+    @property
+    def any(self) -> bool:
+        """Are there stop strings?"""
+        return bool(self._stops)
+
     def push(self, text: str, *, final: bool = False, stops: bool = True) -> tuple[str, str | None]:
         """Returns (text to emit, matching stop string or None).
 

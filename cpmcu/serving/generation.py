@@ -21,6 +21,7 @@ from cpmcu.serving.http.request_id import request_id
 if TYPE_CHECKING:
     from cpmcu.serving.metrics import Metrics
     from cpmcu.serving.model import Model
+    from cpmcu.serving.waker import Waker
     from cpmcu.tokenizer import Tokenizer
 
 
@@ -49,6 +50,9 @@ class Host(Protocol):
     @property
     def model(self) -> Model:
         """The model. Raises ApiError (503) while there is none."""
+
+    def waker(self, loop: asyncio.AbstractEventLoop) -> Waker:
+        """Returns the waker of an event loop."""
 
     def submit(self, generation: Generation) -> None:
         """Queues a generation. Raises ApiError if it is refused."""
@@ -85,7 +89,8 @@ class Generation:
         self._loop = loop
         self._inbox: deque[tuple[int, Item | Exception]] = deque()  # from the engine's thread
         self._ready: deque[tuple[int, Item | Exception]] = deque()
-        self._event = asyncio.Event()
+        self._waker = service.waker(loop)
+        self._waiter: asyncio.Future[None] | None = None
         self._waking = False
         self._created = time.perf_counter()
         self.requests: list[Request] = []
@@ -145,8 +150,11 @@ class Generation:
                     open_outputs -= 1
                 yield number, item
             if open_outputs:
-                self._event.clear()
-                await self._event.wait()
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
 
     async def outputs(self) -> list[CompletionOutput]:
         """Waits for all outputs and returns them. Raises the exceptions of `items`."""
@@ -179,7 +187,7 @@ class Generation:
             return
         self._waking = True
         try:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._waker.add(self._wake)
         except RuntimeError:  # the event loop is closed
             self.cancel()
 
@@ -191,7 +199,8 @@ class Generation:
             number, item = self._inbox.popleft()
             self._account(number, item)
             self._ready.append((number, item))
-        self._event.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _account(self, number: int, item: Item | Exception) -> None:
         metrics = self._service.metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ class Reply:
         """True if a stream has `usage`."""
         return bool(self.body.include_usage or self._forces_usage)
 
-    @property
+    @functools.cached_property
     def has_usage_so_far(self) -> bool:
         """True if every chunk of a stream has `usage`."""
         return bool(self.body.continuous_usage or self._forces_usage)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import cpmcu
 from cpmcu.config import EngineConfig
@@ -15,6 +17,7 @@ from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.model import Model, model_root, served_names
 from cpmcu.serving.responses.store import ResponseStore
+from cpmcu.serving.waker import Waker
 from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class Service:
         self.names = served_names(engine_config, config)
         self.fingerprint = _fingerprint(self.root, engine_config)
         self.verify_strategy = engine_config.speculation.strategy
+        self._wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, Waker] = WeakKeyDictionary()
         self.metrics = Metrics(
             self.names[0], self._load_of_engine, self._cache_config, self.verify_strategy
         )
@@ -170,6 +174,10 @@ class Service:
             model.llm.reset_prefix_cache()
         except RuntimeError as error:
             raise _engine_stopped() from error
+
+    def waker(self, loop: asyncio.AbstractEventLoop) -> Waker:
+        """The waker of an event loop. Only that loop's thread may call this."""
+        return self._wakers.setdefault(loop, Waker(loop))
 
     def done(self, generation: Generation) -> None:
         """Removes a finished request and logs it."""

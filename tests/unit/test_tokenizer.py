@@ -24,6 +24,16 @@ def test_round_trip_and_special_tokens(tmp_path):
     assert tokenizer.decode(marked, skip_special_tokens=False) == "<|im_start|>a"
 
 
+def test_the_text_of_one_token_is_remembered_for_each_kind_of_skipping(tmp_path):
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
+    (special,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    for _ in range(2):
+        assert tokenizer.decode([special]) == ""
+        assert tokenizer.decode([special], skip_special_tokens=False) == "<|im_start|>"
+        assert tokenizer.decode([letter]) == "a"
+
+
 def test_half_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
     with pytest.raises(ValueError, match=r"the prompt holds '\\ud83d', half of a surrogate pair"):

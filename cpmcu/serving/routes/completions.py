@@ -146,7 +146,7 @@ class _Completion:
             timings=reply.timings(outputs),
         )
 
-    @property
+    @functools.cached_property
     def _only_echo(self) -> bool:
         """True if max_tokens is 0. The engine still samples one token, which is dropped."""
         return self._body.token_limit == 0
