@@ -264,8 +264,10 @@ def bad_value(
     too_long = error if isinstance(error, PromptTooLongError) else None
     if too_long is not None:
         code = "context_length_exceeded"
-        # LiteLLM, which aider uses, recognises a full context by these words.
+        # Clients recognise a full context by these words: aider's LiteLLM by the first, clients of
+        # llama.cpp by the second.
         message += ": it is longer than the model's context length"
+        message += " and exceeds the available context size"
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]
     names = {"prompt": prompt_field, "grammar": grammar_field}

@@ -43,7 +43,8 @@ def test_a_text_above_the_context_is_refused_by_its_length(server):
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
         assert re.fullmatch(
             r"The prompt has 3000\d* characters, which are at least 96\d+ tokens, but prompt and "
-            r"output together can have 2048: it is longer than the model's context length\.",
+            r"output together can have 2048: it is longer than the model's context length and "
+            r"exceeds the available context size\.",
             error["message"],
         )
 

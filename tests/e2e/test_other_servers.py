@@ -106,11 +106,12 @@ def test_wrong_grammars(server):
     )
 
 
-def test_a_full_context_has_its_code_and_the_words_that_litellm_reads(server):
+def test_a_full_context_has_its_code_and_the_words_that_clients_read(server):
     for text in ("a b c " * 1000, "a b c " * 9000):
         error = error_of(server.post(CHAT, {"messages": [{"role": "user", "content": text}]}), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         assert "is longer than the model's context length" in error["message"]
+        assert "exceeds the available context size" in error["message"]
         most = server.get("/props").json()["default_generation_settings"]["n_ctx"]
         assert error["n_ctx"] == most < error["n_prompt_tokens"]
 
