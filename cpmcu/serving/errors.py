@@ -72,21 +72,6 @@ class ApiError(Exception):
             body["error"] |= sizes
         return body
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Returns the error with the field's name in another interface."""
-        name = names.get(self.param or "")
-        if name is None:
-            return self
-        message = str(self).replace(self.param or "", name)
-        return ApiError(
-            self.status,
-            message,
-            param=name,
-            code=self.code,
-            headers=self.headers,
-            too_long=self.too_long,
-        )
-
     def response(self, path: str) -> JSONResponse:
         """Returns the error as an HTTP response in the format of the interface at `path`."""
         ours = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")

@@ -67,9 +67,10 @@ def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
         raise ApiError(400, f"{param}: {error}.", param=param, code="invalid_value") from error
 
 
-def from_response_format(value: AnswerFormat | None) -> Grammar | None:
-    """Returns the grammar of OpenAI's `response_format`. Raises ApiError (400)."""
-    param = "response_format"
+def from_response_format(
+    value: AnswerFormat | None, param: str = "response_format"
+) -> Grammar | None:
+    """Returns the grammar of OpenAI's `response_format`. Raises ApiError (400) for `param`."""
     if value is None:
         return None
     value.check_extra()
@@ -86,7 +87,7 @@ def from_response_format(value: AnswerFormat | None) -> Grammar | None:
         return make(param, Grammar.json_object)
     raise ApiError(
         400,
-        "response_format: type json_schema needs json_schema.schema.",
+        f"{param}: type json_schema needs json_schema.schema.",
         param=f"{param}.json_schema",
         code="invalid_value",
     )

@@ -182,7 +182,12 @@ def test_a_batch_of_conversations(server):
         ({"messages": []}, "messages"),
         ({"messages": [[]]}, "messages"),
         ({"temperature": "hot"}, "temperature"),
-        ({"messages": [[{"role": "user"}]]}, "messages[0]: messages[0].content"),
+        ({"messages": [[{"role": "user"}]]}, "messages[0][0].content"),
+        (
+            {"messages": [HELLO["messages"], [{"role": "user", "content": "x = " * 9999}]]},
+            "messages[1]",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
 )

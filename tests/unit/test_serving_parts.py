@@ -18,21 +18,27 @@ from cpmcu.chat_template import ChatTemplate
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import from_flags
 from cpmcu.outputs import TokenLogprobs
-from cpmcu.serving import routes, runtime
+from cpmcu.serving import request_grammar, routes, runtime
 from cpmcu.serving.app import create_app
 from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.http.request_log import RequestLog
 from cpmcu.serving.logprobs import Logprobs
+from cpmcu.serving.messages.conversation import to_chat as messages_to_chat
 from cpmcu.serving.protocol import base, chat, completion, responses
+from cpmcu.serving.protocol.messages import MessagesRequest
+from cpmcu.serving.protocol.responses import ResponsesRequest
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
+from cpmcu.serving.responses.items import to_chat as responses_to_chat
 from cpmcu.serving.service import Service
 from cpmcu.serving.tool_parsers.registry import find_tool_format
 from cpmcu.text.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
+FORM = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+MESSAGES = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
@@ -312,3 +318,21 @@ def test_the_help_needs_no_web_framework():
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("request_type", "fields", "param"),
+    [
+        (ResponsesRequest, {"input": "a", "text": {"format": FORM}}, "text.format"),
+        (MessagesRequest, {**MESSAGES, "output_config": {"format": FORM}}, "output_config.format"),
+        (MessagesRequest, {**MESSAGES, "output_format": FORM}, "output_format"),
+    ],
+)
+def test_errors_name_the_format_as_the_client_does(monkeypatch, request_type, fields, param):
+    monkeypatch.setattr(request_grammar, "available", lambda: False)
+    body = request_type.model_validate(fields)
+    items = [("input[0]", item) for item in getattr(body, "items", [])]
+    chat, origin = responses_to_chat(body, items) if items else messages_to_chat(body)
+    with pytest.raises(ApiError, match=f"^{param} needs structured output") as raised:
+        chat.sampling_fields(origin.format_field)
+    assert raised.value.param == param

@@ -24,13 +24,15 @@ _OWN = {"messages", "tools", "add_generation_prompt"}  # set here; a request can
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the messages of a conversation come from, for errors.
+    """The client's names of the fields of a conversation, for errors.
 
-    `field`: the request's field. `places`: the place of each message; none: messages[i].
+    `field`: the field of the messages. `places`: the place of each message; none: messages[i].
+    `format_field`: the field that becomes the response_format.
     """
 
     field: str = "messages"
     places: Sequence[str] = ()
+    format_field: str = "response_format"
 
     def place(self, index: int, member: str) -> str:
         """The place of a message's member, such as messages[0].content."""

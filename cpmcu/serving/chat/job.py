@@ -37,7 +37,7 @@ def prepare(
 ) -> ChatJob:
     """Renders, tokenizes and checks a request. Slow, so it runs off the event loop.
 
-    `origin`: the client's names of the messages, for errors.
+    `origin`: the client's names of the fields, for errors.
     """
     model = service.model
     prompt = prompt_text(service, body, origin)
@@ -49,7 +49,7 @@ def prepare(
         max_length=model.llm.max_length if body.truncate_prompt_tokens is None else None,
     )
     ids = body.truncated(ids, model.llm.max_length)
-    fields = body.sampling_fields()
+    fields = body.sampling_fields(origin.format_field)
     grammar = fields.pop("grammar")
     most = service.config.most_logprobs
     plan = plan_answer(model, body, prompt, grammar)
@@ -61,13 +61,18 @@ def prepare(
         thinking=plan.thinking,
         **fields,
     )
+    grammar_field = body.grammar_field
+    if grammar is None or plan.forced:
+        grammar_field = "tools"
+    elif grammar_field == "response_format":
+        grammar_field = origin.format_field
     generation = Generation(
         service,
         [ids],
         params,
         loop,
         prompt_field=origin.field,
-        grammar_field="tools" if grammar is None or plan.forced else body.grammar_field,
+        grammar_field=grammar_field,
         progress=body.return_progress,
         keep_special_tokens=plan.special_tokens,
     )

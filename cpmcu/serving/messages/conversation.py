@@ -59,6 +59,8 @@ def to_chat(body: CountRequest) -> tuple[ChatRequest, Origin]:
     fields |= _tool_fields(body) | _thinking_fields(body)
     if isinstance(body, MessagesRequest):
         fields |= _sampling_fields(body)
+        if body.output_config is None or body.output_config.format is None:
+            origin = dataclasses.replace(origin, format_field="output_format")
     found = ChatRequest(**fields)
     found.check()
     return found, origin
@@ -171,7 +173,9 @@ class _Turns:
     def messages(self) -> tuple[list[ChatMessage], Origin]:
         """Returns all messages, and their places in the request."""
         places = [turn.place for turn in self._turns]
-        return [turn.message() for turn in self._turns], Origin("messages", places)
+        return [turn.message() for turn in self._turns], Origin(
+            "messages", places, "output_config.format"
+        )
 
     def add(self, role: str, content: str | Sequence[Block], path: str) -> None:
         """Adds a message's content, which is at `path` of the request."""

@@ -315,18 +315,18 @@ class GenerationRequest(SamplingRequest):
         given = (name for name in (*names, "response_format") if getattr(self, name) is not None)
         return next(given, None)
 
-    def _grammar(self) -> Grammar | None:
+    def _grammar(self, format_field: str) -> Grammar | None:
         sources = {name: getattr(self, name) for name in grammar.FIELDS}
         if self.structured_outputs is not None:
             self.structured_outputs.check_extra()
             named = self.structured_outputs.fields().items()
             sources |= {f"structured_outputs.{kind}": source for kind, source in named}
         guided = grammar.from_guided(sources)
-        formatted = grammar.from_response_format(self.response_format)
+        formatted = grammar.from_response_format(self.response_format, format_field)
         if guided and formatted and guided != formatted:
             raise refused(
-                "response_format",
-                f"response_format and {self.grammar_field} exclude each other: give one.",
+                format_field,
+                f"{format_field} and {self.grammar_field} exclude each other: give one.",
             )
         return guided or formatted
 
@@ -362,9 +362,10 @@ class GenerationRequest(SamplingRequest):
         start = 0 if self.truncation_side == "right" else max(0, len(ids) - most)
         return ids[start : start + most]
 
-    def sampling_fields(self) -> dict[str, Any]:
+    def sampling_fields(self, format_field: str = "response_format") -> dict[str, Any]:
         """Returns the arguments of SamplingParams, without max_tokens and logprobs.
 
+        `format_field`: the client's name of response_format, for errors.
         Raises ApiError (400) for errors that the types of the fields do not catch.
         """
         if self.logprob_token_ids and not self.wants_logprobs:
@@ -392,7 +393,7 @@ class GenerationRequest(SamplingRequest):
             "bad_words": tuple(self.bad_words or ()),
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
-            "grammar": self._grammar(),
+            "grammar": self._grammar(format_field),
         }
 
     def _stops(self) -> tuple[str, ...]:

@@ -207,8 +207,11 @@ class ChatRequest(GenerationRequest):
             return None
         return most if self.top_logprobs == -1 else self.top_logprobs or 0
 
-    def check(self) -> None:
-        """Raises ApiError (400) for an invalid combination of fields."""
+    def check(self, field: str = "messages") -> None:
+        """Raises ApiError (400) for an invalid combination of fields.
+
+        `field`: the client's name of the conversation.
+        """
         self.check_extra()
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
@@ -221,7 +224,7 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ApiError(
                 400,
-                "continue_final_message needs a conversation that ends with an assistant message.",
+                f"continue_final_message needs an assistant message at the end of {field}.",
                 param="continue_final_message",
                 code="invalid_value",
             )
@@ -235,17 +238,17 @@ class ChatRequest(GenerationRequest):
                 code="invalid_value",
             )
         for i, message in enumerate(self.messages):
+            place = f"{field}[{i}].content"
             if message.role == "user" and message.content in (None, []):
                 raise ApiError(
                     400,
-                    f"messages[{i}].content is {shown(message.content)}, but must be a text or "
-                    "a list of parts.",
-                    param=f"messages[{i}].content",
+                    f"{place} is {shown(message.content)}, but must be a text or a list of parts.",
+                    param=place,
                     code="invalid_value",
                 )
             for part in message.content if isinstance(message.content, list) else []:
                 if part.type != "text" or part.text is None:
-                    raise unknown_part(f"messages[{i}].content", part.type, ("text",))
+                    raise unknown_part(place, part.type, ("text",))
         self._check_tool_choice()
 
     def _check_tool_choice(self) -> None:

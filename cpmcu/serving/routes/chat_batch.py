@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput
+from cpmcu.serving.chat.conversation import Origin
 from cpmcu.serving.chat.job import ChatJob, prepare
-from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import Generation
 from cpmcu.serving.protocol.base import ERRORS, ChatUsage
 from cpmcu.serving.protocol.chat import BatchChatRequest, ChatRequest, ChatResponse
@@ -28,10 +28,7 @@ async def chat_batch(body: BatchChatRequest, request: Request) -> Response:
     service = service_of(request)
     bodies = body.conversations()
     for i, each in enumerate(bodies):
-        try:
-            each.check()
-        except ApiError as error:
-            raise error.renamed({error.param or "": f"messages[{i}]: {error.param}"}) from error
+        each.check(f"messages[{i}]")
     service.check_model(body.model)
     service.check_size(len(bodies), "messages")
     loop = asyncio.get_running_loop()
@@ -61,7 +58,7 @@ async def chat_batch(body: BatchChatRequest, request: Request) -> Response:
 def _prepare(
     service: Service, bodies: Sequence[ChatRequest], loop: asyncio.AbstractEventLoop
 ) -> list[ChatJob]:
-    return [prepare(service, body, loop) for body in bodies]
+    return [prepare(service, body, loop, Origin(f"messages[{i}]")) for i, body in enumerate(bodies)]
 
 
 class _Together:

@@ -33,8 +33,6 @@ _STORED: dict[int | str, dict[str, Any]] = {
     400: ERRORS[400],
     404: {**ERRORS[404], "description": "No such response"},
 }
-# Field of /v1/chat/completions in errors -> the field here.
-_NAMES = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
 
 
 @router.post(
@@ -52,12 +50,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     before, new = _items(body, service)
     length = sum(item.length for _, item in (*before, *new)) + len(body.instructions or "")
     loop = asyncio.get_running_loop()
-    try:
-        job = await service.workers.run(
-            request, length, _prepare, service, body, [*before, *new], loop
-        )
-    except ApiError as error:
-        raise error.renamed(_NAMES) from error
+    job = await service.workers.run(request, length, _prepare, service, body, [*before, *new], loop)
     keep = body.wants_store and service.responses.limit > 0
     run = ResponseRun(body, job, service, service.responses.end)
     if keep:
