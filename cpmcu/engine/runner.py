@@ -387,7 +387,7 @@ class Runner:
         for _ in range(len(self._notices)):
             request = self._notices.popleft()
             if not self._scheduler.drop(request) and not request.is_over:
-                self._notices.append(request)  # it is in the inbox
+                self._notices.append(request)  # not taken from `_inbox` yet
 
     def _observe(self, step: Step, outputs: C.StepOutputs) -> None:
         before, self._collected = self._collected, time.perf_counter()
