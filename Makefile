@@ -30,7 +30,7 @@ UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attenti
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo wheel build cpu-build build-and-install test test-cpu test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
+.PHONY: help demo wheel test-wheel build cpu-build build-and-install test test-cpu test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -71,15 +71,21 @@ demo: build  ## set up, build, and chat with a small model, with and without a d
 
 # One file of CUDA code takes up to minutes for each architecture. Objects of an earlier build are
 # used again.
-wheel: $(BASE)  ## wheels in dist/: the CPU engine and, with nvcc, CUDA for all architectures (hours)
+wheel: $(BASE)  ## wheels in dist/: the CPU engine and, with nvcc, CUDA for CPMCU_CUDA_ARCH (all: hours)
 	$(SAY) "wheel with the CPU engine"
 	@rm -rf build/python
 	@CPMCU_WITH_CUDA=0 CPMCU_LOCAL_VERSION=cpu $(PY) -W ignore setup.py --quiet bdist_wheel
 	$(SAY) "wheel with CUDA"
-	@cuda=$$(CPMCU_CUDA_ARCH=all $(PY) setup.py config | sed -nE 's/.*"nvcc": "([0-9]+)\.([0-9]+).*/cu\1\2/p'); \
+	@export CPMCU_CUDA_ARCH=$${CPMCU_CUDA_ARCH:-all}; \
+	 cuda=$$($(PY) setup.py config | sed -nE 's/.*"nvcc": "([0-9]+)\.([0-9]+).*/cu\1\2/p'); \
 	 if [ -z "$$cuda" ]; then echo "not built: no nvcc"; exit 0; fi; \
-	 CPMCU_CUDA_ARCH=all CPMCU_LOCAL_VERSION=$$cuda $(PY) -W ignore setup.py --quiet bdist_wheel
+	 CPMCU_LOCAL_VERSION=$$cuda $(PY) -W ignore setup.py --quiet bdist_wheel
 	@ls -l dist/*.whl
+
+test-wheel: $(ORACLE)  ## install and run the CUDA wheel of dist/ and a CPU wheel without compilers
+	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
+	@wheel=$$(ls -t dist/*+cu*.whl | head -n 1); \
+	 CPMCU_TEST_WHEEL=$$wheel $(TESTS) -n 0 tests/unit/test_packages.py
 
 # ---- checks
 

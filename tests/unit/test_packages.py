@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,15 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("cpmcu", "csrc", "docs", "examples", "scripts", "tests", "third_party")
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "Dockerfile", "README.md")
 FILES += ("LICENSE", "requirements-test.txt", ".clang-format", ".dockerignore")
+SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libgomp.so.1"}
+ABOUT = """
+import json
+import cpmcu
+from cpmcu import C
+archs = json.loads(C.build_info_json)["archs"]
+print(cpmcu.__file__, cpmcu.get_include(), C.__file__, C.device_count(), sep="\\n")
+print(",".join(archs))
+"""
 PLUGIN = """
 from cpmcu import C
 C.load_plugin("./repeat_drafter.so")
@@ -75,18 +85,42 @@ def test_metadata(unpacked):
     assert "Operating System :: POSIX :: Linux" in found.get_all("Classifier")
 
 
-def test_a_wheel_runs_without_compilers(unpacked, tmp_path):
-    """It also has the headers of plugins. Its C++ files are those of build/cpu."""
-    objects = ROOT / "build" / "cpu"
-    if not (objects / ".ninja_log").exists():
-        missing("build/cpu is missing: CPMCU_WITH_CUDA=0 python setup.py build_ext")
-    shutil.copytree(objects, unpacked / "build" / "cpu")
-    local = {"CPMCU_WITH_CUDA": "0", "CPMCU_LOCAL_VERSION": "cpu"}
-    build = ("setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path)
-    run(sys.executable, *build, cwd=unpacked, env={**os.environ, **local})
-    (wheel,) = tmp_path.glob(f"cpmcu-{cpmcu.__version__}+cpu-*.whl")
-    assert not names_below(ROOT / "cpmcu") - set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def cpu_wheel(unpacked, tmp_path_factory):
+    """A wheel of the source distribution. Its C++ files are those of build/cpu."""
+    return make_wheel(unpacked, tmp_path_factory.mktemp("cpu"), "cpu", {"CPMCU_WITH_CUDA": "0"})
 
+
+@pytest.fixture(scope="module")
+def cuda_wheel(unpacked, tmp_path_factory):
+    """The wheel $CPMCU_TEST_WHEEL, or one made of the build for $CPMCU_TEST_WHEEL_ARCHS."""
+    if path := os.environ.get("CPMCU_TEST_WHEEL"):
+        return Path(path).resolve()
+    archs = os.environ.get("CPMCU_TEST_WHEEL_ARCHS")
+    if not archs:
+        pytest.skip("neither CPMCU_TEST_WHEEL nor CPMCU_TEST_WHEEL_ARCHS is set")
+    tag = "-".join(["cuda", *archs.split(",")])
+    return make_wheel(unpacked, tmp_path_factory.mktemp("cuda"), tag, {"CPMCU_CUDA_ARCH": archs})
+
+
+def make_wheel(tree: Path, dist: Path, tag: str, wanted: dict[str, str]) -> Path:
+    objects = ROOT / "build" / tag
+    if not (objects / ".ninja_log").exists():
+        flags = " ".join(f"{name}={value}" for name, value in wanted.items())
+        missing(f"build/{tag} is missing: {flags} python setup.py build_ext")
+    shutil.copytree(objects, tree / "build" / tag)
+    build = ("setup.py", "--quiet", "bdist_wheel", "--dist-dir", dist)
+    local = {**wanted, "CPMCU_LOCAL_VERSION": tag.replace("-", ".")}
+    run(sys.executable, *build, cwd=tree, env={**os.environ, **local})
+    (wheel,) = dist.glob(f"cpmcu-{cpmcu.__version__}+{tag.replace('-', '.')}-*.whl")
+    return wheel
+
+
+@pytest.mark.parametrize("kind", ["cpu_wheel", "cuda_wheel"])
+def test_a_wheel_runs_without_compilers(request, kind, tmp_path):
+    """It also has the headers of plugins. If there is a GPU, the CUDA wheel runs on it, too."""
+    wheel = request.getfixturevalue(kind)
+    assert not names_below(ROOT / "cpmcu") - set(zipfile.ZipFile(wheel).namelist())
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
@@ -97,13 +131,25 @@ def test_a_wheel_runs_without_compilers(unpacked, tmp_path):
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(site, "others.pth").write_text(sysconfig.get_path("purelib"))
 
-    folders = "import cpmcu; print(cpmcu.__file__, cpmcu.get_include())"
-    package, headers = run(python, "-c", folders, cwd=tmp_path, env=clean).split()
-    assert package.startswith(site) and headers.startswith(site)
-    command = (venv / "bin" / "cpmcu", "run", "def add(a, b):", "--num-generate", "20")
-    assert "return" in run(*command, "--temperature", "0", cwd=tmp_path, env=clean)
+    package, headers, module, devices, archs = run(
+        python, "-c", ABOUT, cwd=tmp_path, env=clean
+    ).splitlines()
+    assert all(path.startswith(site) for path in (package, headers, module))
+    assert (archs != "") == (kind == "cuda_wheel")
+    assert not needed_libraries(module) - SYSTEM_LIBRARIES
+    for device in ("cpu", "cuda")[: 2 if int(devices) else 1]:
+        command = (venv / "bin" / "cpmcu", "run", "def add(a, b):", "--num-generate", "20")
+        options = ("--temperature", "0", "--device", device)
+        assert "return" in run(*command, *options, cwd=tmp_path, env=clean)
 
     source = ROOT / "tests" / "plugins" / "repeat_drafter.cpp"
     library = ("-o", tmp_path / "repeat_drafter.so")
     run("g++", "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{headers}", source, *library)
     assert "'repeat'" in run(python, "-c", PLUGIN, cwd=tmp_path, env=clean)
+
+
+def needed_libraries(module: str) -> set[str]:
+    """The libraries without which a module cannot be loaded. CUDA's are linked into it."""
+    names = re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "--dynamic", "--wide", module))
+    assert "libc.so.6" in names
+    return {name for name in names if not name.startswith("ld-linux")}
