@@ -139,6 +139,40 @@ struct LaneWeights {
   }
 };
 
+// The scales and minima of a lane's four rows of a block. `kKept`: their records are in registers.
+// A place is that of the first row, in shared memory.
+template <typename Unpacker, bool kKept>
+struct LaneRecords {
+  __device__ __forceinline__ void load(uint32_t, uint32_t, uint8_t) {}
+  __device__ __forceinline__ float scale(uint32_t place, int i, int k_group, uint8_t form) const {
+    return Unpacker::load_scale(place + Unpacker::scale_step(form) * i, k_group, form);
+  }
+  __device__ __forceinline__ float minimum(uint32_t place, int i, int k_group, uint8_t form) const {
+    return Unpacker::load_min(place + Unpacker::scale_step(form) * i, k_group, form);
+  }
+};
+template <typename Unpacker>
+struct LaneRecords<Unpacker, true> {
+  typename Unpacker::Record scales[4], minima[4];
+
+  __device__ __forceinline__ void load(uint32_t scale_place, uint32_t min_place, uint8_t form) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int step = Unpacker::scale_step(form) * i;
+      scales[i] = Unpacker::load_record(scale_place + step, form);
+      if constexpr (kHasMinimum<Unpacker>) {
+        minima[i] = Unpacker::load_record(min_place + step, form);
+      }
+    }
+  }
+  __device__ __forceinline__ float scale(uint32_t, int i, int k_group, uint8_t form) const {
+    return Unpacker::scale_at(scales[i], k_group, form);
+  }
+  __device__ __forceinline__ float minimum(uint32_t, int i, int k_group, uint8_t form) const {
+    return Unpacker::min_at(minima[i], k_group, form);
+  }
+};
+
 // sums += rows of x times this warp's 32 rows of a weight block, both in shared memory. Calls
 // `poll` when the last mma instructions are issued. Each lane calls `release` after its last read
 // of the stage.
@@ -150,15 +184,16 @@ __device__ __forceinline__ void accumulate_block(
   float scale[2][2];
   [[maybe_unused]] float minimum[2][2];
   typename Unpacker::template Tile<T> tiles[2];
+  LaneRecords<Unpacker, kKeepsRecords<Unpacker, kGroups>> records;
+  records.load(block + lane.scale, block + lane.tile(form), form);
   const auto load_group = [&](int k_group) {
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int step = Unpacker::scale_step(form) * (2 * t + half);
-        scale[t][half] = Unpacker::load_scale(block + lane.scale + step, k_group, form);
+        scale[t][half] = records.scale(block + lane.scale, 2 * t + half, k_group, form);
         if constexpr (kHasMinimum<Unpacker>) {
-          minimum[t][half] = Unpacker::load_min(block + lane.tile(form) + step, k_group, form);
+          minimum[t][half] = records.minimum(block + lane.tile(form), 2 * t + half, k_group, form);
         }
       }
       const int tile_step = t * 16 * Unpacker::tile_row_bytes(form) + k_group;

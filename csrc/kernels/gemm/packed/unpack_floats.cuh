@@ -145,17 +145,29 @@ struct E2m1 : GroupScales<4, 16> {
 
   // The exponent and mantissa of e2m1 are those of a float16 or bfloat16 number, shifted. Such a
   // number is 2^-14 or 2^-126 times as large; subnormal codes need no case of their own.
+  //
+  // For bfloat16 one multiplication copies a code to the sign's place and to the mantissa's. It
+  // runs beside the logic operations, which limit this function, where two shifts would be two
+  // more.
   template <typename T>
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
                                                 const Tile<T>& tile, int step) {
     constexpr int kPlace = std::is_same_v<T, __half> ? 9 : 6;  // of the lowest bit of a mantissa
     constexpr uint32_t kMagnitude = 0x00070007u << kPlace, kSign = 0x80008000;
     const uint32_t scales[2] = {scale_of<T>(tile, 0, step), scale_of<T>(tile, 1, step)};
+    const uint32_t halves[2] = {word, word >> 8};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // nibbles i and i + 4 of the word
-      const int shift = kPlace - 4 * i;
-      const uint32_t magnitude = (shift >= 0 ? word << shift : word >> -shift) & kMagnitude;
-      const uint32_t number = ptx::masked_or(word << (12 - 4 * i), kSign, magnitude);
+      uint32_t number;
+      if constexpr (std::is_same_v<T, __half>) {
+        const int shift = kPlace - 4 * i;
+        const uint32_t magnitude = (shift >= 0 ? word << shift : word >> -shift) & kMagnitude;
+        number = ptx::masked_or(word << (12 - 4 * i), kSign, magnitude);
+      } else {
+        const int place = 4 * (i % 2);
+        const uint32_t code = halves[i / 2] & (0x000F000Fu << place);
+        number = code * ((1u << (12 - place)) + (1u << (kPlace - place))) & (kSign | kMagnitude);
+      }
       a[i] = multiply<T>(number, scales[i % 2]);
     }
   }

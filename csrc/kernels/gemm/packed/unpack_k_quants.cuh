@@ -25,6 +25,13 @@ struct Records {
     return record(form) * row;
   }
   static __device__ __forceinline__ int scale_step(uint8_t form) { return 8 * record(form); }
+  // A byte as a number: 2^23 + byte in float32, minus 2^23. Conversions would take longer.
+  template <bool kSigned>
+  static __device__ __forceinline__ float number_of(uint32_t byte) {
+    constexpr uint32_t kTwoTo23 = 0x4B000000;
+    if constexpr (kSigned) return __uint_as_float(kTwoTo23 | (byte ^ 0x80)) - (8388608.0f + 128);
+    return __uint_as_float(kTwoTo23 | byte) - 8388608.0f;
+  }
   // A scale is a float16 number, or a float16 number times an 8-bit integer. So is a minimum.
   // float32 holds both exactly.
   template <bool kSigned, typename Place>
@@ -34,8 +41,50 @@ struct Records {
     if (!kAllHalves && form != 0 && first == kHalvesTag) {
       return to_scale(load_half(row + 2 + k_group / 2 * 2), false);
     }
-    const int byte = load_byte(row + 2 + k_group);
-    return to_scale(first, false) * (kSigned ? static_cast<int8_t>(byte) : byte);
+    const auto byte = static_cast<uint32_t>(load_byte(row + 2 + k_group));
+    return to_scale(first, false) * number_of<kSigned>(byte);
+  }
+
+  // A record in registers: the bytes, then the first number. With kFirstForm, the records of kK4
+  // are their four numbers.
+  static constexpr int kLast = kGroups / 4;
+  struct Record {
+    uint32_t words[kLast + 1];
+  };
+  template <typename Place>
+  static __device__ __forceinline__ Record load_record(Place row, uint8_t form) {
+    const auto word_at = [](Place place) {
+      return load_half(place) | static_cast<uint32_t>(load_half(place + 2)) << 16;
+    };
+    Record record;
+    if (kAllHalves && form != 0) {
+      record.words[0] = word_at(row), record.words[kLast] = word_at(row + 4);
+      return record;
+    }
+#pragma unroll
+    for (int i = 0; i < kLast; ++i) record.words[i] = word_at(row + 2 + 4 * i);
+    record.words[kLast] = load_half(row);
+    return record;
+  }
+  // As load_number, for a k_group that the compiler knows.
+  template <bool kSigned>
+  static __device__ __forceinline__ float number_at(const Record& record, int k_group,
+                                                    uint8_t form) {
+    const auto half_at = [&](int i) {
+      return to_scale(static_cast<uint16_t>(record.words[i / 2] >> 16 * (i % 2)), false);
+    };
+    if (kAllHalves && form != 0) return half_at(k_group);
+    const uint32_t first = record.words[kLast];
+    if (!kAllHalves && form != 0 && first == kHalvesTag) return half_at(k_group / 2);
+    const uint32_t byte = __byte_perm(record.words[k_group / 4], 0, 0x4440 | k_group % 4);
+    return to_scale(static_cast<uint16_t>(first), false) * number_of<kSigned>(byte);
+  }
+  static __device__ __forceinline__ float scale_at(const Record& record, int k_group,
+                                                   uint8_t form) {
+    return number_at<kGroups == 8>(record, k_group, form);
+  }
+  static __device__ __forceinline__ float min_at(const Record& record, int k_group, uint8_t form) {
+    return number_at<false>(record, k_group, form);
   }
   template <typename Place>
   static __device__ __forceinline__ float load_scale(Place row, int k_group, uint8_t form) {
@@ -103,6 +152,10 @@ struct K8WithMinimum : K8 {
 
 template <typename Unpacker>
 constexpr bool kHasMinimum = requires { Unpacker::kHasMinimum; };
+
+// Does a lane keep the records of its rows in registers? For many rows of x too few are left.
+template <typename Unpacker, int kGroups>
+constexpr bool kKeepsRecords = requires { typename Unpacker::Record; } && kGroups <= 2;
 
 // For unpackers with a minimum: the sum of each row of x over a group of k, as a product with rows
 // of ones. kFactor scales the ones, as it scales the unpacked numbers.
