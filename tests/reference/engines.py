@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,16 @@ def prompt_logits(engine: Any, ids: Sequence[int]) -> npt.NDArray[np.float32]:
     return np.concatenate(chunks)
 
 
-def check_ranks(one: Any, two: Any, ids: Sequence[int], tolerance: float, share: float = 1) -> None:
+def check_ranks(
+    make: Callable[..., Any], ids: Sequence[int], tolerance: float, share: float = 1
+) -> None:
     """Logits of two ranks are those of one, up to another order of additions, but not its bits.
 
-    `tolerance`: most error as a share of the largest logit. `share`: of the positions, those that
-    must be as close. In 16 bits, a router whose scores nearly tie may choose another expert.
+    `make(tensor_parallel_size=n)` returns an engine. `tolerance`: most error as a share of the
+    largest logit. `share`: of the positions, those that must be as close. In 16 bits, a router
+    whose scores nearly tie may choose another expert.
     """
-    expected, got = prompt_logits(one, ids), prompt_logits(two, ids)
+    expected, got = (prompt_logits(make(tensor_parallel_size=n), ids) for n in (1, 2))
     errors = np.abs(got - expected).max(axis=1) / np.abs(expected).max()
     assert errors.max() > 0
     assert np.mean(errors < tolerance) >= share, np.sort(errors)
