@@ -75,7 +75,7 @@ void bind_routers(py::module_& m) {
           "csrc/kernels/moe/moe_router.h. memory: [moe_router_bytes] uint8, zero",
           field("logits", &Router::logits), field("x", &Router::x), field("w", &Router::w),
           field("routing", &Router::routing), py::kw_only(), field("memory", &Router::memory),
-          option("renormalise", &Router::renormalise),
+          option("bias", &Router::bias), option("renormalise", &Router::renormalise),
           optional(field_of<Router, SharedArray>("norm_x", norm_x)),
           within(&Router::norm, norm_options()));
   m.def("moe_router_bytes", &moe_router_bytes, "num_tokens"_a, "num_rows"_a);
@@ -146,8 +146,8 @@ void bind_moe_ops(py::module_& m) {
   };
   bind_op(m, "moe_combine", moe_combine, "csrc/kernels/moe/moe_combine.h",
           field("hidden", &Combine::hidden), field("y", &Combine::y),
-          field("routing", &Combine::routing), py::kw_only(), option("shared", &Combine::shared),
-          option("shared_gate", &Combine::shared_gate),
+          field("routing", &Combine::routing), py::kw_only(), option("bias", &Combine::bias),
+          option("shared", &Combine::shared), option("shared_gate", &Combine::shared_gate),
           option("gate_column", &Combine::gate_column), option("scale", &Combine::scale),
           optional(field_of<Combine, SharedArray>("normed", normed)),
           within(&Combine::norm, norm_options()));

@@ -109,9 +109,9 @@ void bind_packed_ops(py::module_& m) {
       fused, [](const OpsParams<Fused>&) {}, field("y", &Fused::y), field("x", &Fused::x),
       Fields<Fused>{{{.name = "w", .set = store_weight}}}, option("gated", &Fused::gated),
       option("alpha", &Fused::alpha), option("beta", &Fused::beta),
-      option("scratch", &Fused::scratch), option("normed", &Fused::normed),
-      option("norm_weight", &Fused::norm_weight), option("norm_eps", &Fused::norm_eps, 1e-5f),
-      option("norm_offset", &Fused::norm_offset));
+      option("scratch", &Fused::scratch), option("bias", &Fused::bias),
+      option("normed", &Fused::normed), option("norm_weight", &Fused::norm_weight),
+      option("norm_eps", &Fused::norm_eps, 1e-5f), option("norm_offset", &Fused::norm_offset));
   m.def(
       "fused_layer_prepare",
       [](const OpsContext& c, SharedArray memory) {

@@ -8,7 +8,6 @@
 
 #include "core/half.h"
 #include "core/model_limits.h"
-#include "kernels/layer/add_bias.h"
 #include "kernels/layer/norm_heads.h"
 #include "kernels/layer/rotary_kv.h"
 #include "kernels/layer/scale_queries.h"
@@ -242,14 +241,7 @@ class AttentionBlock : public Block {
     if (gate_ != nullptr) {
       append_gate(ops, out, gates, 0, shape_.head_gate ? 1 : shape_.head_dim);
     }
-    ops.add_linear(attn + "o_proj", *out_, hidden, out, spec_.residual_scale, adds_);
-    if (!shape_.o_bias) return;
-    ops.call(
-        attn + "o_proj.bias", {hidden}, {hidden},
-        [=, this](const Context& ctx, const Step&, const Rows& rows) {
-          add_bias(ctx, {.y = rows(hidden), .bias = o_bias_});
-        },
-        o_bias_.num_bytes());
+    ops.add_linear(attn + "o_proj", *out_, hidden, out, spec_.residual_scale, adds_, o_bias_);
   }
 
   void append_keys(OpList& ops, const Value& x) const override {

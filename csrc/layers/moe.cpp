@@ -8,9 +8,7 @@
 // shared expert has the factor 1 and the activation of the others.
 #include <algorithm>
 
-#include "core/exchange.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/layer/add_bias.h"
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_router.h"
 #include "layers/block.h"
@@ -226,8 +224,11 @@ class MoeBlock : public Block {
         fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
       });
     }
-    MoeCombineParams sum{
-        .hidden = {}, .y = out_, .routing = routing_, .scale = spec_.residual_scale};
+    MoeCombineParams sum{.hidden = {},
+                         .y = out_,
+                         .routing = routing_,
+                         .bias = down_bias_,
+                         .scale = spec_.residual_scale};
     const std::string shared_down = mlp_ + "shared_expert.down_proj";
     Value shared_act;
     if (shared_down_ != nullptr) shared_act = append_shared_up(ops, x);
@@ -265,7 +266,7 @@ class MoeBlock : public Block {
 
   // The sums have the same order in every phase, so a token's experts do not depend on the phase.
   void append_router(OpList& ops, const Value& x) const {
-    if (!router_rule_.is_plain()) {
+    if (!router_rule_.is_one_launch()) {
       return ops.call(
           mlp_ + "gate", {x}, {},
           [=, this](const Context& ctx, const Step&, const Rows& rows) {
@@ -277,6 +278,7 @@ class MoeBlock : public Block {
                {.logits = logits_,
                 .x = {},
                 .w = router_,
+                .bias = router_rule_.bias(),
                 .renormalise = shape_.renormalise,
                 .routing = routing_,
                 .memory = memory_});
@@ -311,15 +313,6 @@ class MoeBlock : public Block {
           sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x)) : multiply(ctx, rows(x));
         },
         shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
-    if (!shape_.expert_bias) return;
-    const bool divided = ops.sums_over_ranks();
-    ops.call(mlp_ + "experts.down_proj_bias", {}, {},
-             [=, this](const Context& ctx, const Step&, const Rows& rows) {
-               if (divided && ctx.exchange->rank > 0) return;  // the parts of all ranks are added
-               add_bias(ctx, {.y = out_.rows(0, rows.count * shape_.top_k),
-                              .bias = down_bias_,
-                              .index = routing_.experts});
-             });
   }
 
   // act = activation of gate and up of each pair; `order`: the pair of each row, null: row r.

@@ -9,7 +9,8 @@
 //   routing_factor    multiplies the weights
 //   expert_scale      a factor of each expert's weight
 //
-// Without them, one launch computes logits and routing (kernels/moe/moe_router.h).
+// Without them, or with router_bias alone, one launch computes logits and routing
+// (kernels/moe/moe_router.h).
 #pragma once
 
 #include <cmath>
@@ -51,7 +52,9 @@ class Router {
           epsilon_, factor_);
   }
 
-  bool is_plain() const { return !biased_ && !norms_ && !sigmoid_ && !scales_ && factor_ == 1; }
+  bool is_plain() const { return !biased_ && is_one_launch(); }
+  bool is_one_launch() const { return !norms_ && !sigmoid_ && !scales_ && factor_ == 1; }
+  const Tensor& bias() const { return bias_; }  // [1, E]; empty: none
   bool norms_input() const { return norms_; }
 
   void plan(MemoryPlan& plan, int64_t max_tokens, Timeline phase) {

@@ -155,6 +155,9 @@ class Cutter {
       // The kernel does not write the rows of a norm.
       const Value& normed = get<NormOp>(norm_).out;
       if (normed != linear.x || is_read_after(place, normed)) return false;
+      // Nor does it add a bias before a norm.
+      const int sum = stages_.back().sum;
+      if (sum >= 0 && !get<SumOp>(sum).bias.empty()) return false;
     }
     if (stages_.empty()) {
       return attention_ < 0 || attended() == linear.x;

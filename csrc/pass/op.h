@@ -50,9 +50,11 @@ struct LinearOp {
   Value gate_up{};  // scratch if gated
 };
 
-// hidden += y. It is part of the launch of the op before it, which writes y. So y has no memory.
+// hidden += y + bias. It is part of the launch of the op before it, which writes y. So y has no
+// memory.
 struct SumOp {
   Value hidden, y;
+  Tensor bias{};  // [1, H]; empty: none
 };
 
 // hidden += the sum of all ranks' parts. Without `adds`, hidden is overwritten.
@@ -83,9 +85,11 @@ struct RouterOp {
   MoeRouterParams params;  // logits of the largest group; without x and norm
 };
 
-// y += the weighted sum of the experts' results.
+// y += the weighted sum of the experts' results. `is_part`: the parts of all ranks will be added,
+// so only rank 0 adds the biases.
 struct CombineOp {
   Value y;
+  bool is_part = false;
   MoeCombineParams params;  // y, shared and shared_gate of the largest group; without hidden, norm
 };
 

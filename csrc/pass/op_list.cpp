@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/layer/add_bias.h"
+
 namespace cpmcu {
 namespace {
 
@@ -89,20 +91,28 @@ void OpList::gated(const std::string& name, const LinearMethod& method, const Va
 }
 
 void OpList::add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
-                        const Value& x, float alpha, bool adds) {
+                        const Value& x, float alpha, bool adds, const Tensor& bias) {
+  if (adds && !sums_over_ranks()) return accumulate(name, method, hidden, x, alpha, bias);
   if (sums_over_ranks()) {
     linear(name, method, part_, x, alpha);
-    return add_parts(hidden, adds);
+    add_parts(hidden, adds);
+  } else {
+    linear(name, method, hidden, x, alpha);
   }
-  if (!adds) return linear(name, method, hidden, x, alpha);
-  accumulate(name, method, hidden, x, alpha);
+  if (bias.empty()) return;
+  call(
+      name + ".bias", {hidden}, {hidden},
+      [=](const Context& ctx, const Step&, const Rows& rows) {
+        add_bias(ctx, {.y = rows(hidden), .bias = bias});
+      },
+      bias.num_bytes());
 }
 
 void OpList::accumulate(const std::string& name, const LinearMethod& method, const Value& value,
-                        const Value& x, float alpha) {
+                        const Value& x, float alpha, const Tensor& bias) {
   const Value y = term();
   linear(name, method, y, x, alpha);
-  append("sum", SumOp{value, y});
+  append("sum", SumOp{value, y, bias}, bias.empty() ? 0 : bias.num_bytes());
 }
 
 void OpList::add_parts(const Value& hidden, bool adds) {
@@ -126,9 +136,9 @@ void OpList::router(const std::string& name, const Value& x, const MoeRouterPara
 
 void OpList::combine(const std::string& name, const Value& hidden, const MoeCombineParams& params,
                      bool adds) {
-  if (!adds) return append(name, CombineOp{hidden, params});
+  if (!adds) return append(name, CombineOp{hidden, sums_over_ranks(), params});
   const Value y = term();
-  append(name, CombineOp{y, params});
+  append(name, CombineOp{y, false, params});
   append("sum", SumOp{hidden, y});
 }
 

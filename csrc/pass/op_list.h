@@ -42,13 +42,13 @@ class OpList {
   // out = method(x) of a gated method; `gate_up` is scratch.
   void gated(const std::string& name, const LinearMethod& method, const Value& out,
              const Value& gate_up, const Value& x);
-  // hidden += alpha * method(x), as two ops. Without `adds` hidden is overwritten, and only a sum
-  // over ranks is an op of its own.
+  // hidden += alpha * method(x) + bias, as two ops. `bias` [1, H]; empty: none. Without `adds`
+  // hidden is overwritten, and a sum over ranks and the bias are ops of their own.
   void add_linear(const std::string& name, const LinearMethod& method, const Value& hidden,
-                  const Value& x, float alpha, bool adds);
-  // value += alpha * method(x), also if `value` is the part of this rank.
+                  const Value& x, float alpha, bool adds, const Tensor& bias = {});
+  // value += alpha * method(x) + bias, also if `value` is the part of this rank.
   void accumulate(const std::string& name, const LinearMethod& method, const Value& value,
-                  const Value& x, float alpha);
+                  const Value& x, float alpha, const Tensor& bias = {});
   void norm(const std::string& name, const Value& out, const Value& x, const RmsNormParams& params);
   void rotary(const std::string& name, const Value& qkv, const RotaryKvParams& params);
   void attention(const std::string& name, AttentionOp op);

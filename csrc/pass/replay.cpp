@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/exchange.h"
+#include "kernels/layer/add_bias.h"
 #include "kernels/ranks/rank_sum.h"
 
 namespace cpmcu {
@@ -54,8 +56,12 @@ class Replay {
       return linear.method->forward_gated(ctx_, step_.phase, rows(linear.y), rows(linear.gate_up),
                                           x);
     }
-    const Value& y = launch.sum < 0 ? linear.y : get<SumOp>(launch.sum).hidden;
-    linear.method->forward(ctx_, step_.phase, rows(y), x, linear.alpha, launch.sum < 0 ? 0 : 1);
+    if (launch.sum < 0) {
+      return linear.method->forward(ctx_, step_.phase, rows(linear.y), x, linear.alpha, 0);
+    }
+    const SumOp& sum = get<SumOp>(launch.sum);
+    linear.method->forward(ctx_, step_.phase, rows(sum.hidden), x, linear.alpha, 1);
+    if (!sum.bias.empty()) add_bias(ctx_, {.y = rows(sum.hidden), .bias = sum.bias});
   }
 
   void run(const Launch&, const SumOp&, const Rows&) const {
@@ -94,6 +100,7 @@ class Replay {
     MoeCombineParams params = combine.params;
     params.hidden = rows(launch.sum < 0 ? combine.y : get<SumOp>(launch.sum).hidden);
     params.y = params.y.rows(0, rows.count * params.routing.top_k);
+    if (combine.is_part && ctx_.exchange->rank > 0) params.bias = {};
     if (!params.shared.empty()) {
       params.shared = params.shared.rows(0, rows.count);
       params.shared_gate = params.shared_gate.rows(0, rows.count);
@@ -141,6 +148,7 @@ class Replay {
                    .beta = stage.sum < 0 ? 0.0f : 1.0f,
                    .scratch = weight.scratch};
     if (gemm.gated) gemm.scratch = rows(linear.gate_up);
+    if (stage.sum >= 0) gemm.bias = get<SumOp>(stage.sum).bias;
     if (stage.norm < 0) return gemm;
     const NormOp& norm = get<NormOp>(stage.norm);
     gemm.normed = rows(norm.out);

@@ -327,20 +327,28 @@ def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str, k: int
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "width"), sizes((1, 1, 8), (5, 8, 72), (64, 10, 264), (300, 2, 40))
 )
+@pytest.mark.parametrize("has_bias", [False, True])
 def test_combine(
-    device: str, dtype: str, has_shared: bool, num_tokens: int, top_k: int, width: int
+    device: str,
+    dtype: str,
+    has_shared: bool,
+    has_bias: bool,
+    num_tokens: int,
+    top_k: int,
+    width: int,
 ) -> None:
     rng = np.random.default_rng(width)
+    bias = rounded(rng.standard_normal((12, width)), dtype)
     hidden = rounded(rng.standard_normal((num_tokens, width)), dtype)
     y = rounded(rng.standard_normal((num_tokens * top_k, width)), "float32")
     shared = rounded(rng.standard_normal((num_tokens, width)), "float32")
     logits = random_logits(num_tokens, 13)
-    _, weights = reference.route(logits[:, :12], top_k, True)
+    experts, weights = reference.route(logits[:, :12], top_k, True)
 
     def combined(device: str, begin: int, end: int) -> Any:
         routing = route(device, logits[begin:end], 12, top_k, True)
         result = put(device, hidden[begin:end], dtype)
-        extra = {}
+        extra = {"bias": put(device, bias, dtype)} if has_bias else {}
         if has_shared:
             extra["shared"] = put(device, shared[begin:end])
             extra["shared_gate"] = put(device, logits[begin:end])
@@ -349,7 +357,8 @@ def test_combine(
         ops.moe_combine(context(device), result, rows, routing, scale=0.5, **extra)
         return result
 
-    total = np.einsum("tk,tkd->td", weights, y.reshape(num_tokens, top_k, width))
+    parts = y.reshape(num_tokens, top_k, width) + (bias[experts] if has_bias else 0)
+    total = np.einsum("tk,tkd->td", weights, parts)
     if has_shared:
         total += shared / (1 + np.exp(-logits[:, 12:]))
     check(

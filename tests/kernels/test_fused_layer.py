@@ -86,12 +86,13 @@ class Grouped:
 
 @dataclass
 class Gemm:
-    """y [M, N] = alpha * x W^T + beta * y; with `norm`, the next GEMM reads y RMS-normed."""
+    """y [M, N] = alpha * x W^T + beta * y + bias; with `norm`, the next GEMM reads y RMS-normed."""
 
     weights: FourBits | Grouped | Dense
     alpha: float = 1
     beta: float = 0
     norm: Floats | None = None
+    bias: Floats | None = None
 
     @property
     def width(self) -> int:
@@ -101,7 +102,8 @@ class Gemm:
         product = x @ self.weights.values.T
         if self.weights.gated:
             return reference.silu_mul(product)
-        return self.alpha * product + (self.beta * y if self.beta else 0)
+        product = self.alpha * product + (self.beta * y if self.beta else 0)
+        return product if self.bias is None else product + self.bias
 
 
 def norm_of(rows: Floats, weight: Floats) -> Floats:
@@ -161,19 +163,21 @@ class Layer:
         outputs, gemms = [], []
         for i, (gemm, weight) in enumerate(zip(self.gemms[:count], self.stored)):
             y = residuals if gemm.beta else empty(device, [m, gemm.width], dtype)
-            norm: dict[str, Any] = {}
+            extra: dict[str, Any] = {}
             if gemm.norm is not None and i + 1 < count:
-                norm = {
+                extra = {
                     "normed": normed, "norm_eps": EPS, "norm_offset": self.norm_offset,
                     "norm_weight": put(device, gemm.norm - self.norm_offset, dtype),
                 }  # fmt: skip
+            if gemm.bias is not None:
+                extra["bias"] = put(device, gemm.bias.reshape(1, -1), dtype)
             gemms.append(
                 gemm.weights.gemm(
-                    y, taken, weight, m, device, alpha=gemm.alpha, beta=gemm.beta, **norm
+                    y, taken, weight, m, device, alpha=gemm.alpha, beta=gemm.beta, **extra
                 )
             )
             outputs.append(y)
-            taken = normed if norm else y
+            taken = normed if "normed" in extra else y
         follows = None if rotary is None else rotary(outputs[-1])
         ops.fused_layer(
             context(device), gemms, self.memory, follows, attention, self.stored[:following]
@@ -241,6 +245,28 @@ def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
         assert_close(y, expected, KERNELS["normed_gemm"][dtype])
     for part, full in zip(layer.run(x[-1:], residual[-1:], 4), (attended, act, down, qkv)):
         assert np.array_equal(part[0], full[-1])
+
+
+@on_devices_and_cuda_dtypes
+@on_bits
+@pytest.mark.parametrize("m", sizes(1, 9, 61))
+def test_biases(device: str, dtype: str, bits: int, m: int) -> None:
+    """Of a GEMM with a residual and of one without, first, in the middle and last."""
+    shape = (200, 264, 136, 257)
+    layer = Layer(shape, dtype, bits)
+    rng = np.random.default_rng(m)
+    for gemm in layer.gemms:
+        gemm.norm = None
+        if not gemm.weights.gated:
+            gemm.bias = rounded(rng.standard_normal(gemm.width), dtype)
+    layer.put(device)
+    x, residual = inputs(m, shape, dtype)
+    start, residual_before = x, residual
+    for count, gemm in enumerate(layer.gemms, 1):
+        y = layer.run(start, residual_before, count)[-1]
+        assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][dtype])
+        x = y
+        residual = y if gemm.beta else residual
 
 
 @on_devices_and_cuda_dtypes

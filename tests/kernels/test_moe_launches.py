@@ -10,6 +10,7 @@ from tests.kernels.util import (
     GPU,
     context,
     empty,
+    get,
     on_devices_and_dtypes,
     ops,
     put,
@@ -22,30 +23,33 @@ from tests.kernels.util import (
 ROUTERS = sizes(
     (1, 128, 8, 0, 2048), (8, 128, 8, 1, 2048), (1, 8, 2, 0, 8), (3, 17, 3, 1, 136),
     (7, 512, 10, 1, 264), (9, 61, 5, 0, 520), (64, 128, 8, 1, 1032), (5, 1024, 32, 0, 72),
-    (2, 16, 4, 0, 4096), (2, 16, 4, 0, 4104), (70, 20, 3, 1, 72),
+    (2, 16, 4, 0, 4096), (2, 16, 4, 0, 4104), (70, 24, 3, 1, 72),
 )  # fmt: skip
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("has_norm", "has_bias"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k", "further", "width"), ROUTERS)
 def test_router_has_the_bits_of_its_parts(
     device: str,
     dtype: str,
     has_norm: bool,
+    has_bias: bool,
     num_tokens: int,
     num_experts: int,
     top_k: int,
     further: int,
     width: int,
 ) -> None:
-    """As rms_norm, skinny_gemm and moe_route, twice: the memory is ready for the next launch."""
+    """As rms_norm, skinny_gemm, a sum and moe_route. The memory is ready for a second launch."""
     rng = np.random.default_rng(width + num_tokens)
+    further = 0 if has_bias else further
     ctx, rows = context(device), num_experts + further
     given = rounded(rng.standard_normal((num_tokens, width)), dtype)
     w = put(device, rounded(rng.standard_normal((rows, width)) / np.sqrt(width), dtype), dtype)
     norm_weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
-    hidden, x = put(device, given, dtype), put(device, given, dtype)
+    bias = put(device, rounded(rng.standard_normal((1, num_experts)), dtype), dtype)
+    extra = {"bias": bias} if has_bias else {}
     memory = put_raw(device, np.zeros(ops.moe_router_bytes(num_tokens, rows), np.uint8))
     for tokens in (num_tokens, num_tokens // 2 + 1):
         part = put(device, given[:tokens], dtype)
@@ -54,6 +58,8 @@ def test_router_has_the_bits_of_its_parts(
             ops.rms_norm(ctx, expected_x, part, norm_weight, eps=1e-5, weight_offset=1.0)
         expected = empty(device, [tokens, rows])
         ops.skinny_gemm(ctx, expected, expected_x, w)
+        if has_bias:
+            expected = put(device, expected.numpy() + get(bias).astype(np.float32))
         plain = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
         ops.moe_route(ctx, plain, expected, renormalise=True)
         hidden, x = put(device, given[:tokens], dtype), put(device, given[:tokens], dtype)
@@ -65,7 +71,8 @@ def test_router_has_the_bits_of_its_parts(
             }  # fmt: skip
         logits = empty(device, [tokens, rows])
         routing = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
-        ops.moe_router(ctx, logits, x, w, routing, memory=memory, renormalise=True, **norm)
+        extra |= norm
+        ops.moe_router(ctx, logits, x, w, routing, memory=memory, renormalise=True, **extra)
         assert np.array_equal(x.numpy(), expected_x.numpy())
         assert np.array_equal(logits.numpy(), expected.numpy())
         assert np.array_equal(routing.weights.numpy(), plain.weights.numpy())

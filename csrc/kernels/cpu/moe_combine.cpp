@@ -17,6 +17,8 @@ void moe_combine(const Context& ctx, const MoeCombineParams& p) {
       T* hidden = p.hidden.as<T>() + token * width;
       const float* weights = p.routing.weights + token * top_k;
       const float* y = p.y.as<float>() + token * top_k * width;
+      const T* bias = p.bias.empty() ? nullptr : p.bias.as<T>();
+      const int* experts = p.routing.experts + token * top_k;
       float share = 0;
       const float* shared = nullptr;
       if (!p.shared.empty()) {
@@ -26,7 +28,10 @@ void moe_combine(const Context& ctx, const MoeCombineParams& p) {
       }
       for (int64_t i = 0; i < width; ++i) {
         float sum = 0;
-        for (int rank = 0; rank < top_k; ++rank) sum += weights[rank] * y[rank * width + i];
+        for (int rank = 0; rank < top_k; ++rank) {
+          const float added = bias == nullptr ? 0 : to_float(bias[experts[rank] * width + i]);
+          sum += weights[rank] * (y[rank * width + i] + added);
+        }
         if (shared != nullptr) sum += share * shared[i];
         hidden[i] = from_float<T>(to_float(hidden[i]) + p.scale * sum);
       }

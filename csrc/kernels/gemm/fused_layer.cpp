@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/layer/add_bias.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/silu_mul.h"
 
@@ -80,6 +81,13 @@ void check_fused_layer(const FusedLayerParams& p) {
           "the rows, the dtype and the layout of the first gemm, and one plane",
           i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()),
           gemm.packed.layout.planes, gemm.is_dense() ? 16 : gemm.packed.layout.bits());
+    CHECK(gemm.bias.empty() ||
+              (gemm.bias.dtype() == gemm.y.dtype() &&
+               gemm.bias.num_elements() == gemm.out_features() && !gemm.is_gated() &&
+               gemm.normed.empty() && (p.rotary.qkv.empty() || i + 1 < p.gemms.size())),
+          "fused_layer: gemm {} has a bias {} and y {}; expected N numbers, and no gate, norm or "
+          "rotary_kv",
+          i, gemm.bias.shape_text(), gemm.y.shape_text());
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&
@@ -132,6 +140,7 @@ void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   if (!params.attention.out.empty()) attention_combine(ctx, params.attention);
   for (const FusedGemm& gemm : params.gemms) {
     multiply(ctx, gemm);
+    if (!gemm.bias.empty()) add_bias(ctx, {.y = gemm.y, .bias = gemm.bias});
     if (gemm.normed.empty()) continue;
     rms_norm(ctx, {.out = gemm.normed,
                    .x = gemm.y,

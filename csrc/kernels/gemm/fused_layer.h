@@ -1,10 +1,10 @@
 // The GEMMs of a decoder layer that depend on one another, as one kernel: o, gate and up, down, and
 // the qkv of the next layer.
 //
-// GEMM i computes y = alpha * x W^T + beta * y, as packed_gemm or skinny_gemm does. If a GEMM has a
-// norm, `normed` stands for the RMS-normed rows of y, and the next GEMM reads it. The contents of
-// `normed` after the launch are unspecified. All W have one layout of weight blocks (of one plane),
-// or all have 16 bits. y has the dtype of x.
+// GEMM i computes y = alpha * x W^T + beta * y + bias, as packed_gemm or skinny_gemm does. If a
+// GEMM has a norm, `normed` stands for the RMS-normed rows of y, and the next GEMM reads it. The
+// contents of `normed` after the launch are unspecified. All W have one layout of weight blocks (of
+// one plane), or all have 16 bits. y has the dtype of x.
 //
 // The first x may be the `out` of attention_splits: the kernel combines the splits first. The last
 // y may be the qkv of rotary_kv: the kernel then applies rotary_kv with the same bits. Of this y,
@@ -46,6 +46,7 @@ struct FusedGemm {
   bool gated = false;     // rows [0, N / 2) of W are gate, the others up
   float alpha = 1;        // as in GemmParams; 1 if gated
   float beta = 0;
+  Tensor bias{};         // [1, N], y's dtype; empty: none. Without a norm, gate and rotary_kv
   Tensor scratch{};      // fallback only: packed_gemm's scratch, or [M, N] for a gated 16-bit W
   Tensor normed{};       // [M, N]; empty: no norm
   Tensor norm_weight{};  // [N]

@@ -354,6 +354,7 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
                 .y = y.data(),
                 .normed = normed.empty() ? nullptr : normed.data(),
                 .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
+                .bias = from.bias.data(),
                 .norm_offset = from.norm_offset,
                 .alpha = from.alpha,
                 .beta = from.beta,

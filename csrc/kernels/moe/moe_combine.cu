@@ -1,5 +1,5 @@
-// moe_combine: hidden[t] += scale * (sum over ranks of weight * y + sigmoid(g) * shared), [T, D];
-// then RMSNorm of hidden, if the next layer begins with one.
+// moe_combine: hidden[t] += scale * (sum over ranks of weight * (y + bias) + sigmoid(g) * shared),
+// [T, D]; then RMSNorm of hidden, if the next layer begins with one.
 //
 // Roofline: T k D 4 bytes of y, mostly from L2, where the GEMM before left them. For few tokens:
 // latency.
@@ -27,6 +27,8 @@ struct Args {
   void* hidden;
   const float* y;
   const float* weights;
+  const void* bias;          // [E, D]; null: none
+  const int* experts;        // of pairs
   const float* shared;       // null: none
   const float* shared_gate;  // of token 0
   int64_t gate_stride;
@@ -53,9 +55,24 @@ __device__ __forceinline__ Vec16<T> combined(const Args& args, int64_t token, in
       sum[4 + i] = __fmaf_rn(weight, high[i], sum[4 + i]);
     }
   };
+  if (args.bias == nullptr) {
 #pragma unroll 8
-  for (int rank = 0; rank < args.top_k; ++rank) {
-    add(y + static_cast<int64_t>(rank) * args.width, weights[rank]);
+    for (int rank = 0; rank < args.top_k; ++rank) {
+      add(y + static_cast<int64_t>(rank) * args.width, weights[rank]);
+    }
+  } else {
+    const int* experts = args.experts + token * args.top_k;
+#pragma unroll 4
+    for (int rank = 0; rank < args.top_k; ++rank) {
+      const float* from = y + static_cast<int64_t>(rank) * args.width;
+      const Vec16<T> bias = load<T, 8>(static_cast<const T*>(args.bias) +
+                                       static_cast<int64_t>(experts[rank]) * args.width + column);
+      const Vec16<float> parts[2] = {load<float, 4>(from), load<float, 4>(from + 4)};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum[i] = __fmaf_rn(weights[rank], parts[i / 4][i % 4] + to_float(bias[i]), sum[i]);
+      }
+    }
   }
   if (args.shared != nullptr) {
     const float gate = args.shared_gate[token * args.gate_stride];
@@ -112,13 +129,15 @@ __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const __grid_cons
 void moe_combine(const Context& ctx, const MoeCombineParams& p) {
   check_moe_combine(p);
   check_rows("moe_combine", "hidden", p.hidden);
-  CHECK(is_aligned16(p.y.data()) && is_aligned16(p.shared.data()),
-        "moe_combine: y or shared is not aligned to 16 bytes");
+  CHECK(is_aligned16(p.y.data()) && is_aligned16(p.shared.data()) && is_aligned16(p.bias.data()),
+        "moe_combine: y, shared or bias is not aligned to 16 bytes");
   const int64_t num_tokens = p.hidden.size(0), width = p.hidden.size(1);
   if (num_tokens == 0) return;
   Args args{.hidden = p.hidden.data(),
             .y = p.y.as<float>(),
             .weights = p.routing.weights,
+            .bias = p.bias.data(),
+            .experts = p.routing.experts,
             .shared = nullptr,
             .shared_gate = nullptr,
             .gate_stride = 0,

@@ -1,5 +1,5 @@
-// hidden[t] += scale * (sum over ranks j of weight[t, j] * y[t * k + j] + sigmoid(g[t]) *
-// shared[t])
+// hidden[t] += scale * (sum over ranks j of weight[t, j] * (y[t * k + j] + bias[expert[t, j]]) +
+// sigmoid(g[t]) * shared[t])
 //
 // The sum is in float32, in the order of rank, the shared expert last, and is rounded once. So a
 // token's bits do not depend on the other tokens. The next norm may be part of the launch; it has
@@ -14,7 +14,8 @@ namespace cpmcu {
 struct MoeCombineParams {
   Tensor hidden;         // [T, D]
   Tensor y;              // [T * k, D] float32
-  Routing routing;       // weights
+  Routing routing;       // weights; with a bias, experts
+  Tensor bias{};         // [E, D], the dtype of hidden; empty: none
   Tensor shared{};       // [T, D] float32; empty: no shared expert
   Tensor shared_gate{};  // [T, columns] float32: g is column `gate_column`
   int64_t gate_column = 0;
@@ -29,6 +30,12 @@ inline void check_moe_combine(const MoeCombineParams& p) {
             p.y.size(1) == p.hidden.size(1) && p.hidden.size(1) % 8 == 0,
         "moe_combine: hidden {} and y {} of {} experts a token do not fit", p.hidden.shape_text(),
         p.y.shape_text(), p.routing.top_k);
+  CHECK(p.bias.empty() ||
+            (p.bias.num_dims() == 2 && p.bias.dtype() == p.hidden.dtype() &&
+             p.bias.size(0) == p.routing.num_experts && p.bias.size(1) == p.hidden.size(1)),
+        "moe_combine: hidden {} of {} and a bias {} of {} for {} experts do not fit",
+        p.hidden.shape_text(), name_of(p.hidden.dtype()), p.bias.shape_text(),
+        name_of(p.bias.dtype()), p.routing.num_experts);
   CHECK(p.norm.out.empty() || (p.norm.x.data() == p.hidden.data() &&
                                p.norm.out.num_elements() == p.hidden.num_elements() &&
                                p.norm.index == nullptr && p.norm.out_stride == 0),

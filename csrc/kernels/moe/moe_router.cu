@@ -22,6 +22,7 @@
 #include "core/vec.cuh"
 #include "kernels/gemm/gemm.h"
 #include "kernels/launch_checks.h"
+#include "kernels/layer/add_bias.h"
 #include "kernels/moe/moe_route.cuh"
 
 namespace cpmcu::cuda {
@@ -38,6 +39,7 @@ struct RouterArgs {
   float* logits;            // [T, n]
   void* x;                  // [T, k]
   const void* w;            // [n, k]
+  const void* bias;         // [n]; null: none
   const void* norm_x;       // [T, k]; null: no norm
   const void* norm_weight;  // [k]
   float norm_eps, norm_offset;
@@ -244,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float sum = 0;
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
+    if (args.bias != nullptr) sum += to_float(static_cast<const T*>(args.bias)[n]);
     if (n < args.routing.num_experts) {
       ptx::store_relaxed8(args.messages + row * args.n + n,
                           uint64_t{launch} << 32 | __float_as_uint(sum));
@@ -277,6 +280,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   if (has_norm && !norms) cuda::rms_norm(ctx, p.norm);
   if (num_tokens > kFewTokens) {
     cuda::skinny_gemm(ctx, {.y = p.logits, .x = p.x, .w = p.w});
+    if (!p.bias.empty()) cuda::add_bias(ctx, {.y = p.logits, .bias = p.bias});
     cuda::moe_route(ctx, {.logits = p.logits, .renormalise = p.renormalise, .routing = p.routing});
     return;
   }
@@ -286,6 +290,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   RouterArgs args{.logits = p.logits.as<float>(),
                   .x = p.x.data(),
                   .w = p.w.data(),
+                  .bias = p.bias.data(),
                   .norm_x = nullptr,
                   .norm_weight = nullptr,
                   .norm_eps = p.norm.eps,

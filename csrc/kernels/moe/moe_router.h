@@ -1,6 +1,6 @@
 // The router of a layer: scores x W^T in float32, and moe_route of them.
 //
-//   x = rms_norm(...), if there is a norm; logits = x W^T; the routing of the logits
+//   x = rms_norm(...), if there is a norm; logits = x W^T + bias; the routing of the logits
 //
 // The order of additions of a logit is that of skinny_gemm for any number of tokens, so a token's
 // experts do not depend on the phase or on the other tokens. W may have further rows beyond the
@@ -17,6 +17,7 @@ struct MoeRouterParams {
   Tensor x;              // [T, H]; with a norm, written
   Tensor w;              // [R, H], R at least E
   RmsNormParams norm{};  // its `out` is x; empty: x is given
+  Tensor bias{};         // [1, E], the dtype of w; empty: none
   bool renormalise = false;
   Routing routing;  // written
   Tensor memory{};  // [moe_router_bytes] uint8, zero before the first launch; unused on the CPU
@@ -35,6 +36,13 @@ inline void check_moe_router(const MoeRouterParams& p) {
             p.logits.size(0) == p.x.size(0) && p.logits.size(1) == p.w.size(0),
         "moe_router: logits {} = x {} times w {}^T of {} experts does not fit",
         p.logits.shape_text(), p.x.shape_text(), p.w.shape_text(), p.routing.num_experts);
+  CHECK(p.bias.empty() ||
+            (p.bias.dtype() == p.w.dtype() && p.bias.num_elements() == p.routing.num_experts),
+        "moe_router: a bias {} of {} for {} experts, expected one number of {} for each",
+        p.bias.shape_text(), name_of(p.bias.dtype()), p.routing.num_experts, name_of(p.w.dtype()));
+  CHECK(p.bias.empty() || p.w.size(0) == p.routing.num_experts,
+        "moe_router: a bias for {} experts and {} rows of w, expected none beyond the experts",
+        p.routing.num_experts, p.w.size(0));
   CHECK(p.norm.out.empty() || p.norm.out.data() == p.x.data(),
         "moe_router: the norm writes {}, expected x {}", p.norm.out.shape_text(), p.x.shape_text());
 }

@@ -59,6 +59,7 @@ struct alignas(64) GemmArgs : WeightBlocks {
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
+  const void* bias;         // [N], added to y; null: none. Without a norm and rotary_kv
   float norm_offset;        // added to norm_weight
   float alpha, beta;
   float inv_size, eps;  // of the norm of x; inv_size 0: no norm

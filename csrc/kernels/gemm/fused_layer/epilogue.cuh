@@ -16,8 +16,8 @@ struct EpilogueTiles {
   int n0;               // first stored row of the GEMM tile
   int first_warp_tile;  // first warp tile that this CTA owns
   bool rotated;
-  int g, q2;  // the lane's stored row within 8, and its row of x
-  T old[2][2][2], weight[2][2];
+  int g, q2;                     // the lane's stored row within 8, and its row of x
+  T old[2][2][2], weight[2][2];  // `weight`: of a norm, or the bias of rotary_kv or of y
   TokenRotation rotations[2];
 
   // The first m16 tile of an epilogue tile.
@@ -34,7 +34,9 @@ struct EpilogueTiles {
   }
 
   __device__ __forceinline__ void load_weights(int epilogue_tile) {
-    const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : gemm.norm_weight);
+    const auto* weights = static_cast<const T*>(rotated                ? args.rotary.bias
+                                                : gemm.bias == nullptr ? gemm.norm_weight
+                                                                       : gemm.bias);
     if (weights == nullptr) return;
     const int n = place_of(epilogue_tile).n;
 #pragma unroll
@@ -154,7 +156,10 @@ struct EpilogueTiles {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (t * 16 + half * 8 >= left) continue;
-          const T value = finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j]);
+          const T value =
+              gemm.bias == nullptr
+                  ? finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j])
+                  : biased(gemm, scale, sum[t][half * 2 + j], old[t][half][j], weight[t][half]);
           to[t * 16 + half * 8] = value;
           if (gemm.normed != nullptr) {
             normed[t * 16 + half * 8] =

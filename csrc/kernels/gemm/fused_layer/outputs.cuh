@@ -15,6 +15,13 @@ __device__ __forceinline__ T finished(const GemmArgs& gemm, float scale, float s
   const float value = __fmul_rn(scale, sum);
   return from_float<T>(gemm.beta == 0 ? value : __fmaf_rn(gemm.beta, to_float(old), value));
 }
+// With a bias; rounded once.
+template <typename T>
+__device__ __forceinline__ T biased(const GemmArgs& gemm, float scale, float sum, T old, T bias) {
+  const float value = __fmul_rn(scale, sum);
+  return from_float<T>(__fmaf_rn(gemm.beta, gemm.beta == 0 ? 0.0f : to_float(old), value) +
+                       to_float(bias));
+}
 // Clamps to the largest finite value: y * norm_weight is stored before the division by the root
 // mean square, so it may be large.
 template <typename T>
