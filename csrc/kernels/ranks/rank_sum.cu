@@ -5,7 +5,9 @@
 //
 // Schedule: one CTA for each row, up to kExchangeCtas. It pushes its rows to the other ranks, then
 // polls the same words of its own receive buffer. A word is always handled by the same CTA, so each
-// CTA counts its own rounds. No CTA waits for another of its own GPU.
+// CTA counts its own rounds. No CTA waits for another of its own GPU. All that a CTA's first row
+// needs is loaded at once, and its results stay in registers: for one token each further trip to L2
+// would be a tenth of the launch.
 //
 // Surprising: the poll reads the data itself. A flag after the data would cost a fence and a second
 // trip over the link.
@@ -41,89 +43,112 @@ struct RankSumArgs {
 
 // Adds 4 words, the elements of one vector.
 template <typename T>
-__device__ __forceinline__ void add(float (&sums)[8], const uint32_t (&words)[4]) {
+__device__ __forceinline__ void add(float (&sums)[8], const uint4& words) {
+  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 values = unpack2<T>(words[i]);
+    const float2 values = unpack2<T>(all[i]);
     sums[2 * i] += values.x;
     sums[2 * i + 1] += values.y;
   }
 }
 
-// Adds the words of vector `at` of all ranks, in their order.
-template <typename T>
-__device__ __forceinline__ void add_parts(float (&sums)[8], const Exchange& exchange,
-                                          const uint64_t* buffer, const T* part, int64_t at,
-                                          uint32_t round, bool& waits) {
-  for (int from = 0; from < exchange.num_ranks; ++from) {
-    uint32_t words[4];
-    if (from == exchange.rank) {
-      const uint4 own = *reinterpret_cast<const uint4*>(part + at);
-      words[0] = own.x, words[1] = own.y, words[2] = own.z, words[3] = own.w;
-    } else {
-      const uint4 sent = receive4(exchange, buffer, from, at / 2, round, waits);
-      words[0] = sent.x, words[1] = sent.y, words[2] = sent.z, words[3] = sent.w;
+// A thread's vectors of a row of this rank: of the part, and of `hidden` before the sum.
+template <typename T, int kVectors>
+struct Row {
+  uint4 part[kVectors];
+  Vec16<T> hidden[kVectors];
+
+  __device__ __forceinline__ void load_from(const RankSumArgs<T>& args, int64_t row) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = column_of(v);
+      if (column >= args.width) break;
+      part[v] = *reinterpret_cast<const uint4*>(args.part + row * args.width + column);
+      if (args.adds) hidden[v] = load<T, 8>(args.hidden + row * args.width + column);
     }
-    add<T>(sums, words);
   }
-}
+  static __device__ __forceinline__ int column_of(int v) {
+    return (v * kThreads + static_cast<int>(threadIdx.x)) * 8;
+  }
+};
 
 // ---- kernels
 
-// Grid: T, up to kExchangeCtas.
-template <typename T>
+// Grid: T, up to kExchangeCtas. kVectors: of a thread in a row.
+template <typename T, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     rank_sum_kernel(const __grid_constant__ RankSumArgs<T> args,
                     const __grid_constant__ Exchange exchange) {
+  using RowOf = Row<T, kVectors>;
   __shared__ float scratch[32];
   ptx::pdl_launch();
+  Vec16<T> weights[kVectors];
+  if (args.normed != nullptr) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (RowOf::column_of(v) < args.width) {
+        weights[v] = load<T, 8>(args.weight + RowOf::column_of(v));
+      }
+    }
+  }
   ptx::pdl_wait();
-  const uint32_t round = next_round(exchange);
-  const int64_t half = round % 2 * exchange.half_words();
+  RowOf row;
+  row.load_from(args, blockIdx.x);
   const bool is_silent = exchange.state[kSilent] != 0;
   bool waits = exchange.state[kGaveUp] == 0;
-  const auto first = static_cast<int>(threadIdx.x) * 8;
+  const uint32_t round = next_round(exchange);
+  const int64_t half = round % 2 * exchange.half_words();
 
-  for (int64_t row = blockIdx.x; row < args.num_rows && !is_silent; row += gridDim.x) {
-    for (int column = first; column < args.width; column += kThreads * 8) {
-      const int64_t at = row * args.width + column;
-      send4(exchange, half, at / 2, *reinterpret_cast<const uint4*>(args.part + at), round);
+  for (int64_t at = blockIdx.x; at < args.num_rows && !is_silent; at += gridDim.x) {
+    RowOf sent = row;
+    if (at != blockIdx.x) sent.load_from(args, at);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = RowOf::column_of(v);
+      if (column >= args.width) break;
+      send4(exchange, half, (at * args.width + column) / 2, sent.part[v], round);
     }
   }
   const uint64_t* buffer = exchange.buffers[exchange.rank] + half;
-  for (int64_t row = blockIdx.x; row < args.num_rows; row += gridDim.x) {
+  for (int64_t at = blockIdx.x; at < args.num_rows; at += gridDim.x) {
+    if (at != blockIdx.x) row.load_from(args, at);
     float squares = 0;
-    for (int column = first; column < args.width; column += kThreads * 8) {
-      const int64_t at = row * args.width + column;
+    Vec16<T> out[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t place = at * args.width + RowOf::column_of(v);
+      if (RowOf::column_of(v) >= args.width) break;
       float sums[8] = {};
       if (args.adds) {
-        const Vec16<T> hidden = load<T, 8>(args.hidden + at);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i] = to_float(hidden[i]);
+        for (int i = 0; i < 8; ++i) sums[i] = to_float(row.hidden[v][i]);
       }
-      add_parts<T>(sums, exchange, buffer, args.part, at, round, waits);
-      Vec16<T> out;
+      for (int from = 0; from < exchange.num_ranks; ++from) {
+        add<T>(sums, from == exchange.rank
+                         ? row.part[v]
+                         : receive4(exchange, buffer, from, place / 2, round, waits));
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        out[i] = from_float<T>(sums[i]);
-        squares += to_float(out[i]) * to_float(out[i]);
+        out[v][i] = from_float<T>(sums[i]);
+        squares += to_float(out[v][i]) * to_float(out[v][i]);
       }
-      store(args.hidden + at, out);
+      store(args.hidden + place, out[v]);
     }
     if (args.normed == nullptr) continue;
     squares = block_reduce<kThreads>(squares, 0.0f, scratch, Sum{});
     const float scale = rsqrtf(squares / static_cast<float>(args.width) + args.eps);
-    for (int column = first; column < args.width; column += kThreads * 8) {
-      const int64_t at = row * args.width + column;
-      const Vec16<T> hidden = load<T, 8>(args.hidden + at);  // as this thread stored it
-      const Vec16<T> weight = load<T, 8>(args.weight + column);
-      Vec16<T> out;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = RowOf::column_of(v);
+      if (column >= args.width) break;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        out[i] =
-            from_float<T>(to_float(hidden[i]) * scale * (to_float(weight[i]) + args.weight_offset));
+        out[v][i] = from_float<T>(to_float(out[v][i]) * scale *
+                                  (to_float(weights[v][i]) + args.weight_offset));
       }
-      store(args.normed + at, out);
+      store(args.normed + at * args.width + column, out[v]);
     }
   }
 }
@@ -155,8 +180,12 @@ void rank_sum(const Context& ctx, const RankSumParams& p) {
                               .adds = p.adds,
                               .eps = p.norm.eps,
                               .weight_offset = p.norm.weight_offset};
-    launch(ctx, rank_sum_kernel<T>, dim3(std::min<int64_t>(rows, kExchangeCtas)), dim3(kThreads), 0,
-           args, *ctx.exchange);
+    const dim3 grid(std::min<int64_t>(rows, kExchangeCtas));
+    const int vectors = (args.width + kThreads * 8 - 1) / (kThreads * 8);
+    dispatch_int<1, 2, 4>("rank_sum: vectors of a thread", vectors == 3 ? 4 : vectors, [&](auto v) {
+      launch(ctx, rank_sum_kernel<T, decltype(v)::value>, grid, dim3(kThreads), 0, args,
+             *ctx.exchange);
+    });
   });
 }
 

@@ -18,18 +18,20 @@ __device__ __forceinline__ uint32_t next_round(const Exchange& exchange) {
   return round;
 }
 
-// Waits until two words have the number of this round, and returns their data. After the deadline
-// `waits` becomes false, and the result is undefined.
-__device__ inline uint2 receive(const Exchange& exchange, const uint64_t* words, uint32_t round,
-                                bool& waits) {
-  ulonglong2 values = ptx::load_system64x2(words);
+// Words [at, at + 4) of a rank: waits until all have the number of this round. `buffer`: the half
+// of this rank's receive buffer. After the deadline `waits` becomes false, and the result is
+// undefined.
+__device__ inline uint4 receive4(const Exchange& exchange, const uint64_t* buffer, int from,
+                                 int64_t at, uint32_t round, bool& waits) {
+  const uint64_t* words = buffer + from * exchange.num_words + at;
+  ulonglong2 low = ptx::load_system64x2(words), high = ptx::load_system64x2(words + 2);
+  const auto has_round = [&](uint64_t word) { return static_cast<uint32_t>(word >> 32) == round; };
   const auto is_here = [&] {
-    return static_cast<uint32_t>(values.x >> 32) == round &&
-           static_cast<uint32_t>(values.y >> 32) == round;
+    return has_round(low.x) && has_round(low.y) && has_round(high.x) && has_round(high.y);
   };
   uint64_t begin = 0;
   for (int polls = 1; !is_here() && waits; ++polls) {
-    values = ptx::load_system64x2(words);
+    low = ptx::load_system64x2(words), high = ptx::load_system64x2(words + 2);
     if (polls % kPollsPerCheck != 0) continue;
     const uint64_t now = ptx::global_nanoseconds();
     if (begin == 0) begin = now;
@@ -39,16 +41,8 @@ __device__ inline uint2 receive(const Exchange& exchange, const uint64_t* words,
     exchange.state[kGaveUp] = 1;
     if (is_late) *exchange.failed = 1 + exchange.rank;
   }
-  return {static_cast<uint32_t>(values.x), static_cast<uint32_t>(values.y)};
-}
-
-// Words [at, at + 4) of a rank. `buffer`: the half of this rank's receive buffer.
-__device__ __forceinline__ uint4 receive4(const Exchange& exchange, const uint64_t* buffer,
-                                          int from, int64_t at, uint32_t round, bool& waits) {
-  const uint64_t* sent = buffer + from * exchange.num_words + at;
-  const uint2 low = receive(exchange, sent, round, waits);
-  const uint2 high = receive(exchange, sent + 2, round, waits);
-  return {low.x, low.y, high.x, high.y};
+  return {static_cast<uint32_t>(low.x), static_cast<uint32_t>(low.y), static_cast<uint32_t>(high.x),
+          static_cast<uint32_t>(high.y)};
 }
 
 // Sends words [at, at + 4) to all other ranks. `half`: the offset of the half of the buffers.
