@@ -75,6 +75,12 @@ class Lease:
         """
         return not self._leases.has_windows or self.reserve(0, step_end)
 
+    def reserve_prompt(self, num_tokens: int) -> bool:
+        """Takes pages for a prompt and for what `restore` loads. False: too few can be had."""
+        found = self._found
+        end = 0 if found is None else self._cache.windows_end(found.prefix)
+        return self.reserve(num_tokens, end)
+
     def restore(self) -> None:
         """Copies the cached pages that are in host memory. The slot has its pages already."""
         if self._found is not None:

@@ -256,7 +256,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         self.active.append(sequence)
         self._reading.append(sequence)
-        if sequence.lease.reserve(len(sequence.tokens)):
+        if sequence.lease.reserve_prompt(len(sequence.tokens)):
             sequence.lease.restore()
             sequence.request.start(sequence.read)
             if sequence.unread == 0:  # a prompt of one token, without any score

@@ -35,7 +35,7 @@ def make_page_cache(loaded: LoadedModel, config: EngineConfig) -> PageCache:
     if config.prefix_cache_dir is not None and len(loaded.engine.pages.windows) > 1:
         logger.warning(
             "the prefix cache keeps nothing on disk: the model has layers with a window, whose "
-            "pages stay on the device"
+            "pages are not written to files"
         )
     elif config.prefix_cache_dir is not None:
         disk = _disk(loaded, config)

@@ -179,7 +179,7 @@ def test_the_disk_is_off(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> No
     make_page_cache(loaded, config).close()
     assert [record.message for record in caplog.records] == [
         "the prefix cache keeps nothing on disk: the model has layers with a window, whose pages "
-        "stay on the device"
+        "are not written to files"
     ]
     assert not (tmp_path / "cache").exists()
 
@@ -278,6 +278,43 @@ def test_a_hit_is_shortened_to_where_pages_are(decoded: bool, device: str, tmp_p
         runner.call(lambda _: few.__exit__(None, None, None))
 
 
+@pytest.mark.parametrize("host_pages", [0, 2, 1000])
+def test_evicted_windows_move_to_the_host(host_pages: int, device: str, tmp_path: Path) -> None:
+    """A hit restores them: no token changes. Without enough host memory there is no hit."""
+    window = 130  # 3 pages before a hit's end
+    models = models_of(tmp_path, device, window)
+    engine = engine_of(models, "", chunk_length=64, max_num_seqs=8)
+    pages = engine.pages
+    sizes = [pages.group_page_bytes(i) * pages.num_pages(i) for i in range(2)]
+    host_bytes = -(-host_pages * pages.group_page_bytes(1) * sum(sizes) // sizes[1])
+    prompts = [random_ids(470, VOCAB, seed=seed) for seed in range(1, 5)]
+    sampling = SAMPLINGS["seeded"]
+    with running(engine, host_bytes=host_bytes) as (runner, cache):
+        few = few_window_pages(engine, needed(window, 64) + 1)
+        runner.call(lambda _: few.__enter__())
+
+        def run(*many: list[int]) -> list[int]:
+            jobs = [Job(ids, 20, **sampling) for ids in many]
+            runner.submit(*(job.request for job in jobs))
+            for job, ids in zip(jobs, many, strict=True):
+                assert job.wait() == models.plain(FAMILY, ids, 20, **sampling)
+            return [job.request.cached_tokens for job in jobs]
+
+        for ids in prompts:
+            assert run(ids) == [0]
+        before = cache.snapshot().host_hits
+        first = 448 if host_pages == 1000 else 0
+        assert run(prompts[0]) == [first]
+        assert cache.snapshot().host_hits - before == (3 * PAGE if first else 0)
+        assert run(prompts[0] + random_ids(20, VOCAB, seed=9)) == [448]
+        if first:
+            assert run(*prompts) == [448] * 4  # side by side, with pages for one
+            assert run(*(ids[:320] + random_ids(20, VOCAB, seed=8) for ids in prompts)) == [0] * 4
+        runner.call(lambda _: cache.reset())
+        assert all(host.num_used == 0 for host in cache._hosts)
+        runner.call(lambda _: few.__exit__(None, None, None))
+
+
 def test_published_answers(device: str, tmp_path: Path) -> None:
     """A second turn goes on behind the answer, though another prompt has taken pages."""
     window = 70
@@ -309,7 +346,7 @@ def test_any_prompts_in_any_order(tier: str, kind: str, device: str, tmp_path: P
     models = models_of(tmp_path, device, window)
     chunk = rng.choice([32, 64, 100, 128])
     engine = engine_of(models, kind, max_num_seqs=seqs, chunk_length=chunk)
-    host_bytes = 6 * engine.pages.page_bytes if tier == "host" else 0
+    host_bytes = 12 * engine.pages.page_bytes if tier == "host" else 0
     with running(engine, host_bytes=host_bytes, decoded=False) as (runner, cache):
         few = few_window_pages(engine, seqs * needed(window, 32) + needed(0, chunk) + 8)
         runner.call(lambda _: few.__enter__())

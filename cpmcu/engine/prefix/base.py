@@ -51,6 +51,8 @@ class Prefix:
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # end page -> host block
     # Group of layers with a window -> number of a page -> page, of pages to be published.
     window_pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    # Group -> number of a page -> (entry, host block), of pages to be loaded.
+    window_blocks: dict[int, dict[int, tuple[Entry, int]]] = dataclasses.field(default_factory=dict)
     num_kept: int = 0  # pages before this number are in `window_pages`, published or lost
     # Entries of `entries` whose page another sequence uses. This sequence has its own copy of these
     # pages. It does not count as their user, so that they can be evicted.
@@ -80,9 +82,14 @@ class PageCache:
         sizes = [engine.pages.group_page_bytes(group) for group in groups]
         on_device = [size * engine.pages.num_pages(group) for group, size in enumerate(sizes)]
         self._memories = [HostMemory(engine, size) for size in sizes]
-        self._host = self._memories[0].tier(host_bytes, "the prefix cache")
+        whole = max(sum(on_device), 1)
+        self._hosts = [
+            memory.tier(host_bytes * part // whole, "the prefix cache")
+            for memory, part in zip(self._memories, on_device)
+        ]
+        self._host = self._hosts[0]
         self.swaps = [
-            memory.tier(swap_bytes * part // max(sum(on_device), 1), "the swap space")
+            memory.tier(swap_bytes * part // whole, "the swap space")
             for memory, part in zip(self._memories, on_device)
         ]
 
@@ -134,6 +141,10 @@ class PageCache:
         pages), and the number of its cached tokens.
         """
         return [], 0
+
+    def windows_end(self, prefix: Prefix) -> int:
+        """Tokens up to which `restore` needs pages of layers with a window; 0: it needs none."""
+        return 0
 
     def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
         """Copies cached pages from host memory to the slot's pages.

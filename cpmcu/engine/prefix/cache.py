@@ -56,7 +56,7 @@ class PrefixCache(PageCache):
         self._decoded = decoded
         self._hash = hash_bytes
         self._index = PrefixIndex()
-        self._windows = WindowPages(engine, page_size)
+        self._windows = WindowPages(engine, page_size, self._hosts)
         self._epoch = 0  # number of resets
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
         self._disk = disk
@@ -142,7 +142,10 @@ class PrefixCache(PageCache):
         for key, _ in prefix.keys[len(matched) : most]:
             self._pending[key] = self._pending.get(key, 0) + 1
         pages = [entry.page for entry in matched if entry.page >= 0]
-        return [(0, pages), *self._windows.begin(matched)], prefix.num_cached
+        return [(0, pages), *self._windows.begin(prefix, matched)], prefix.num_cached
+
+    def windows_end(self, prefix: Prefix) -> int:
+        return prefix.num_cached if prefix.window_blocks else 0
 
     def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
         missing = [entry for entry in prefix.entries if entry.page < 0]
@@ -154,11 +157,12 @@ class PrefixCache(PageCache):
             self._engine.pages.hold(pages)
             for entry, page in zip(missing, pages):
                 self._index.set_page(entry, page)
+        loaded = self._windows.restore(prefix, slot).union(missing)
         if self.has_states and prefix.entries:
             self._engine.pages.load_slot(slot, self._states.blocks, prefix.entries[-1].state)
         self.counters.queries += num_tokens
         self.counters.hits += prefix.num_cached
-        self.counters.host_hits += len(missing) * self._page_size
+        self.counters.host_hits += len(loaded) * self._page_size
 
     def sent(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
         if not prefix.collided and prefix.epoch == self._epoch:

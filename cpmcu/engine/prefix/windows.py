@@ -6,6 +6,8 @@ ones before others. A hit is shortened to a length whose pages exist.
 
 A running sequence gives pages before its window back before prefill has written the last token of
 its chunk. So the cache becomes an owner of a page as soon as the step that writes it is launched.
+
+If a page before the end of a prompt or before a branch is evicted, it moves to host memory.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cpmcu import C
     from cpmcu.engine.prefix.base import Prefix
+    from cpmcu.engine.prefix.host import HostTier
     from cpmcu.engine.prefix.index import Entry
 
 EVICTED_AT_ONCE = 8  # pages
@@ -29,7 +32,8 @@ class WindowPages:
     An engine without such layers has no groups: then all methods do nothing.
     """
 
-    def __init__(self, engine: C.Engine, page_size: int) -> None:
+    def __init__(self, engine: C.Engine, page_size: int, hosts: Sequence[HostTier]) -> None:
+        """`hosts`: host memory of each group; that of group 0 is not used."""
         self._pages = engine.pages
         self._page_size = page_size
         self._groups = range(1, len(engine.pages.windows))
@@ -37,31 +41,69 @@ class WindowPages:
         # the end of a prompt or before a place where prompts branched.
         self._inner: list[OrderedDict[Entry, int]] = [OrderedDict() for _ in engine.pages.windows]
         self._ends: list[OrderedDict[Entry, int]] = [OrderedDict() for _ in engine.pages.windows]
+        self._hosts = hosts
+        # Host blocks by group and entry, the oldest first.
+        self._blocks: list[OrderedDict[Entry, int]] = [OrderedDict() for _ in engine.pages.windows]
 
     # ---- hits
 
     def hit_ends(self, entries: Sequence[Entry]) -> list[bool]:
-        """Item n: do the first n entries have all pages that a hit of n entries needs?"""
+        """Item n: do the first n entries have all pages that a hit of n entries needs?
+
+        From the first page that is not on the device, all must be in host memory.
+        """
         can_end = [True] * (len(entries) + 1)
         for group in self._groups:
-            begin = 0  # the first of the adjacent entries that have a page
+            absent = missing = -1  # the last entry not on the device; before one not on the host
             for count, entry in enumerate(entries, 1):
                 if self.page_of(entry, group) < 0:
-                    begin = count
-                can_end[count] &= begin <= self._first_read(group, count)
+                    absent = count - 1
+                if entry not in self._blocks[group]:
+                    missing = absent
+                can_end[count] &= missing < self._first_read(group, count)
         return can_end
 
-    def begin(self, entries: Sequence[Entry]) -> list[tuple[int, list[int]]]:
-        """The pages of each group that a sequence behind `entries` reads: (first entry, pages)."""
+    def begin(self, prefix: Prefix, entries: Sequence[Entry]) -> list[tuple[int, list[int]]]:
+        """The pages of each group that a sequence behind `entries` reads: (first entry, pages).
+
+        Only pages before the first that is not on the device. `restore` loads the others.
+        """
         found = []
         for group in self._groups:
             first = self._first_read(group, len(entries))
-            found.append((first, [self.page_of(entry, group) for entry in entries[first:]]))
-            for entry in entries[first:]:
-                self._inner[group].pop(entry, None)
-                self._ends[group].pop(entry, None)
-            self._ends[group].update(zip(entries[first:], found[-1][1]))
+            read = entries[first:]
+            pages = [self.page_of(entry, group) for entry in read]
+            count = pages.index(-1) if -1 in pages else len(pages)
+            for entry, page in zip(read, pages):
+                if page >= 0:
+                    self._inner[group].pop(entry, None)
+                    self._ends[group].pop(entry, None)
+                    self._ends[group][entry] = page
+            if count < len(read):
+                # Until they are loaded, no other page may take their blocks.
+                taken = self._blocks[group]
+                prefix.window_blocks[group] = {
+                    first + i: (read[i], taken.pop(read[i])) for i in range(count, len(read))
+                }
+            found.append((first, pages[:count]))
         return found
+
+    def restore(self, prefix: Prefix, slot: int) -> set[Entry]:
+        """Copies pages from host memory to the slot, which has pages for them. Returns whose."""
+        restored: set[Entry] = set()
+        for group, blocks in prefix.window_blocks.items():
+            first = self._pages.first_of_slot(slot, group)
+            held = self._pages.of_slot(slot, group)
+            pages = [held[i - first] for i in blocks]
+            host = self._hosts[group].blocks
+            self._pages.load(pages, host, [block for _, block in blocks.values()], group)
+            for (entry, _), page in zip(blocks.values(), pages):
+                restored.add(entry)
+                if self.page_of(entry, group) < 0:
+                    self._pages.hold([page], group)
+                    self._ends[group][entry] = page
+        self._return_blocks(prefix)
+        return restored
 
     def page_of(self, entry: Entry, group: int) -> int:
         """The page of an entry; -1: none."""
@@ -112,6 +154,7 @@ class WindowPages:
         for group, kept in prefix.window_pages.items():
             self._pages.drop(list(kept.values()), group)
         prefix.window_pages.clear()
+        self._return_blocks(prefix)
 
     # ---- room
 
@@ -120,6 +163,9 @@ class WindowPages:
         for group in self._groups:
             found = [(self._ends[group].pop(e, -1), self._inner[group].pop(e, -1)) for e in entries]
             self._pages.drop([max(pages) for pages in found if max(pages) >= 0], group)
+            for entry in entries:
+                if entry in self._blocks[group]:
+                    self._hosts[group].give(self._blocks[group].pop(entry))
 
     def evict(self, group: int, count: int) -> int:
         """Evicts `count` pages that no sequence has, or all if there are fewer.
@@ -132,10 +178,59 @@ class WindowPages:
         most = max(count, EVICTED_AT_ONCE)
         for pages, wanted in ((self._inner[group], most), (self._ends[group], count)):
             idle = (e for e, page in pages.items() if self._pages.num_owners(page, group) == 1)
-            for entry in list(itertools.islice(idle, max(wanted - len(found), 0))):
-                found.append(pages.pop(entry))
+            chosen = list(itertools.islice(idle, max(wanted - len(found), 0)))
+            if pages is self._ends[group]:
+                self._save(group, chosen)
+            found.extend(pages.pop(entry) for entry in chosen)
         self._pages.drop(found, group)
         return len(found)
+
+    def _save(self, group: int, entries: Sequence[Entry]) -> None:
+        """Copies pages to host blocks while there are blocks.
+
+        The pages of the ends behind them follow: a hit loads all pages from the first on that is
+        not on the device.
+        """
+        if self._hosts[group].limit == 0:
+            return
+        ends, known = self._ends[group], self._blocks[group]
+        wanted = dict.fromkeys(entries)
+        queue = list(entries)
+        for entry in queue:  # grows
+            behind = [e for e in entry.children if e in ends and e not in wanted]
+            wanted.update(dict.fromkeys(behind))
+            queue.extend(behind)
+        saved: dict[Entry, int] = {}
+        for entry in wanted:
+            if entry in known:
+                known.move_to_end(entry)
+        for entry in wanted:
+            if entry not in known:
+                block = self._take_block(group)
+                if block < 0:
+                    break
+                saved[entry] = block
+        if saved:
+            blocks = self._hosts[group].blocks
+            self._pages.save([ends[e] for e in saved], blocks, list(saved.values()), group)
+        known.update(saved)
+
+    def _take_block(self, group: int) -> int:
+        """A host block: if none is free, that of the oldest page. -1: none."""
+        block = self._hosts[group].take()
+        if block < 0 and self._blocks[group]:
+            block = self._blocks[group].popitem(last=False)[1]
+        return block
+
+    def _return_blocks(self, prefix: Prefix) -> None:
+        """The blocks that `begin` took belong to their entries again."""
+        for group, blocks in prefix.window_blocks.items():
+            for entry, block in blocks.values():
+                if entry.alive and entry not in self._blocks[group]:
+                    self._blocks[group][entry] = block
+                else:
+                    self._hosts[group].give(block)
+        prefix.window_blocks.clear()
 
     def _first_read(self, group: int, num_entries: int) -> int:
         return self._pages.first_read(group, num_entries * self._page_size)
