@@ -335,8 +335,7 @@ class MoeBlock : public Block {
     const Tensor both = plain ? act : both_.rows(0, num_pairs);
     gate_up_->forward(ctx, {.y = both, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
     if (!plain) activate(ctx, act, both, nullptr);
-    // With routing_is_complete, no launch may come between these two.
-    down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = plain});
+    down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
   }
 
   void multiply_sorted(const Context& ctx, const Tensor& x) const {

@@ -16,8 +16,8 @@ struct ExpertRows {
   Tensor x;             // [P / pairs_per_x, K], K a multiple of 8
   int pairs_per_x = 1;  // pair p reads row p / pairs_per_x of x: 1, or k if x has rows of tokens
   Routing routing;      // of the P pairs
-  // Whether the launch before this one is a GEMM of experts with the same routing. The kernel then
-  // reads the routing and requests weights before that launch ends.
+  // Whether a GEMM of experts with the same routing was launched before. The kernel then reads the
+  // routing and requests weights before the launch before this one ends.
   bool routing_is_complete = false;
 };
 

@@ -4,9 +4,9 @@
 // and their sums are added in warp order. If W is gated, rows 0 to 7 of an m16 tile are gate and
 // rows 8 to 15 are up.
 //
-// PDL: the kernels trigger the next launch after their wait. So if the previous launch is one of
-// these kernels, the routing is complete before this launch's wait (`routing_is_complete`). The
-// kernel then requests weights before the wait.
+// PDL: the kernels trigger the next launch after their wait. So launches after one of these kernels
+// begin when the routing is complete, also if another launch lies between (`routing_is_complete`).
+// The second kernel of a layer then requests weights before its wait.
 #pragma once
 
 #include "core/launch.h"
