@@ -68,7 +68,7 @@ class Page:
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
         return [text.replace("\u00a0", " ") for text in self.run(script, selector)]
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
+    def wait(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
         end = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < end, self.find("body").text

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -61,13 +62,33 @@ class Server:
         assert found, f"{name} is not among the metrics"
         return sum(map(float, found))
 
-    def wait_idle(self, seconds: float = 10.0, **headers: str) -> float:
-        """Waits until no slot is in use. Returns the waiting time in seconds."""
+    def wait_idle(self, seconds: float = 60.0, **headers: str) -> None:
+        """Waits until no slot is in use."""
         start = time.monotonic()
         while self.metric("vllm:num_requests_running", **headers):
             assert time.monotonic() - start < seconds, "slots are still in use"
             time.sleep(0.02)
-        return time.monotonic() - start
+
+    def wait_left(self) -> None:
+        """Waits until no slot is in use. No output may have reached its token limit meanwhile."""
+        before = self._num_at_limit()
+        self.wait_idle()
+        assert self._num_at_limit() == before, "a request ran on"
+
+    def _num_at_limit(self) -> float:
+        pattern = r'^vllm:request_success_total{[^}]*finished_reason="length"[^}]*} (\S+)$'
+        return sum(map(float, re.findall(pattern, self.get("/metrics").text, re.MULTILINE)))
+
+    def leave(self, path: str, body: object, running: int) -> None:
+        """Posts a request and disconnects once `running` outputs run."""
+        text = json.dumps(body)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+            start = time.monotonic()
+            while self.metric("vllm:num_requests_running") < running:
+                assert time.monotonic() - start < 60, "the request does not run"
+                time.sleep(0.02)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit status."""

@@ -46,7 +46,7 @@ def impatient() -> Iterator[tuple[str, int]]:
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
-    return socket.create_connection(address, timeout=20)
+    return socket.create_connection(address, timeout=60)
 
 
 def read_reply(connection: socket.socket) -> tuple[bytes, bytes]:
@@ -100,10 +100,10 @@ def test_headers_that_never_end_are_refused(impatient):
     with connect(impatient) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\n")
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begin < 20:
+            while time.monotonic() - begin < 60:
                 connection.sendall(b"X-Slow: 1\r\n")
                 time.sleep(0.02)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
 
 
 def test_a_connection_without_a_request_is_closed(impatient):
@@ -143,10 +143,10 @@ def test_an_unread_body_does_not_hold_the_connection(impatient):
         )
         assert read_reply(connection)[0].startswith(b"HTTP/1.1 404")
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begin < 20:
+            while time.monotonic() - begin < 60:
                 connection.sendall(b"x")
                 time.sleep(0.02)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
 
 
 def test_a_body_in_pieces_that_comes_in_time_is_read(impatient):

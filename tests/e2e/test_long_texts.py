@@ -97,7 +97,7 @@ def test_a_client_that_leaves_while_its_long_text_waits(server):
         with pytest.raises(httpx.ReadTimeout):
             timeout = httpx.Timeout(60, read=0.2)
             httpx.post(server.url + "/tokenize", json={"prompt": MILLION * 2}, timeout=timeout)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while server.log.count("/tokenize 499") == before and time.monotonic() < end:
             time.sleep(0.02)
         assert server.log.count("/tokenize 499") == before + 1
@@ -108,7 +108,7 @@ def test_memory_of_long_texts_is_returned_to_the_system(server):
     server.post("/tokenize", {"prompt": MILLION[:1000]})
     before = resident_mib(server)
     assert server.post("/tokenize", {"prompt": MILLION * 2}).status_code == 200
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (kept := resident_mib(server) - before) > 60 and time.monotonic() < end:
         time.sleep(0.1)
     assert kept < 60

@@ -274,7 +274,7 @@ def test_half_a_surrogate_pair(server):
     def post(body):
         headers = {"Content-Type": "application/json"}
         content = json.dumps({"max_output_tokens": 1, **body})
-        return httpx.post(server.url + PATH, content=content, headers=headers, timeout=30)
+        return httpx.post(server.url + PATH, content=content, headers=headers, timeout=60)
 
     half = {"input": "x", "metadata": {"a": "\ud800"}}
     for body in (half, {**half, "stream": True}, {"input": "x", "user": "\ud800"}):

@@ -71,7 +71,7 @@ def test_no_origins_by_default(server):
 
 def test_a_body_is_not_read_without_a_key(limited):
     """The server answers before the body arrives."""
-    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=60) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")

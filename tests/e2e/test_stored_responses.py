@@ -42,7 +42,7 @@ def stored(server, id):
     return server.get(f"{PATH}/{id}").json()
 
 
-def wait_for(server, id, seconds=20.0):
+def wait_for(server, id, seconds=60.0):
     end = time.monotonic() + seconds
     while (found := stored(server, id))["status"] in ("queued", "in_progress"):
         assert time.monotonic() < end, "the response does not end"
@@ -197,7 +197,7 @@ def test_cancel_ends_a_stream(few):
     assert kinds[-1] == "response.incomplete"
     assert event.response.status == "cancelled"
     assert event.response.output_text == text
-    assert few.wait_idle() < 5
+    few.wait_left()
     assert stored(few, id)["status"] == "cancelled"
 
 
@@ -209,7 +209,7 @@ def test_delete_ends_a_response(few):
         "object": "response",
         "deleted": True,
     }
-    assert few.wait_idle() < 5
+    few.wait_left()
     assert few.get(f"{PATH}/{made['id']}").status_code == 404
 
 
@@ -220,11 +220,10 @@ def test_a_client_that_leaves(few):
         id = json.loads(next(lines)[6:])["response"]["id"]
         for _ in range(5):
             next(lines)
-    assert few.wait_idle() < 5
+    few.wait_left()
     assert wait_for(few, id)["status"] == "cancelled"
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(few.url + PATH, json=LONG, timeout=0.5)
-    assert few.wait_idle() < 5
+    few.leave(PATH, LONG, running=1)
+    few.wait_left()
     assert "Traceback" not in few.log
 
 
@@ -240,4 +239,4 @@ def test_a_stopping_server_ends_responses(few):
         last = json.loads(last[6:])
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert "server ended" in last["response"]["error"]["message"]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0

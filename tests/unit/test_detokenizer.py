@@ -135,10 +135,10 @@ def test_cost_of_a_token_does_not_grow():
     ids = tokenizer.encode("the quick brown fox jumps over 你好 " * 300).ids
     times = []
     for part in (ids[:2000], ids[2000:4000]):
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in part:
             detokenizer.push([token])
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert times[1] < 5 * times[0]
     assert len(detokenizer._window) < 16
 

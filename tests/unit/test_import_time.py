@@ -9,15 +9,15 @@ HEAVY = {"torch", "transformers", "huggingface_hub", "rich", "tokenizers", "nump
 HEAVY |= {"fastapi", "uvicorn", "prompt_toolkit"}
 PROGRAM = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import {module}
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(seconds, *({heavy} & set(sys.modules)))
 """
 
 
 def measure(module: str, runs: int) -> tuple[float, set[str]]:
-    """(Seconds of the fastest import in a new process, heavy modules that it loaded)."""
+    """(CPU seconds of the fastest import in a new process, heavy modules that it loaded)."""
     best, heavy = float("inf"), set()
     for _ in range(runs):
         program = PROGRAM.format(module=module, heavy=HEAVY)

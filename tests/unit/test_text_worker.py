@@ -54,7 +54,7 @@ def test_the_engine_thread_waits_if_the_text_is_far_behind(worker, monkeypatch):
     thread.start()
     assert not flushed.wait(0.2)
     ready.set()
-    assert flushed.wait(10)
+    assert flushed.wait(60)
     thread.join()
 
 
