@@ -114,12 +114,18 @@ void Ranks::connect() {
 // ---- calls
 
 void Ranks::each(const std::function<void(Engine&, int)>& run) {
+  if (size() == 1 || !first().device().is_cuda()) return run_all(run, nullptr);
+  const std::lock_guard lock(turn);
+  const Ranks* before = has_turn == this ? nullptr : has_turn;
+  has_turn = this;
+  run_all(run, before);
+}
+
+void Ranks::run_all(const std::function<void(Engine&, int)>& run, const Ranks* before) {
   if (size() == 1) return run(first(), 0);
   CHECK_STATE(!broken_, "a GPU failed before: load the model again");
-  const std::lock_guard lock(turn);
-  before_ = first().device().is_cuda() && has_turn != this ? has_turn : nullptr;
-  has_turn = this;
   run_ = &run;
+  before_ = before;
   num_running_ = size() - 1;
   ++num_calls_;
   num_calls_.notify_all();
@@ -188,7 +194,7 @@ void Ranks::throw_errors() {
 void Ranks::load_file(const std::string& path, const std::vector<FileEntry>& entries,
                       const std::function<void(int64_t)>& progress) {
   std::atomic<bool> stops{false};
-  each([&](Engine& engine, int rank) {
+  const auto load = [&](Engine& engine, int rank) {
     try {
       engine.load_file(path, entries, [&](int64_t bytes) {
         if (stops) throw RankFailure("another rank failed", /*is_echo=*/true);
@@ -198,7 +204,8 @@ void Ranks::load_file(const std::string& path, const std::vector<FileEntry>& ent
       stops = true;
       throw;
     }
-  });
+  };
+  run_all(load, nullptr);  // without the turn: `progress` may wait for a thread that waits for it
 }
 
 void Ranks::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,

@@ -47,7 +47,8 @@ class Ranks {
 
   // Calls run(engine, rank) for all ranks at once and waits for all. If all ranks throw, throws the
   // error of rank 0, and the engine goes on. If some do, the ranks have no common state any more:
-  // throws, and so does every later call.
+  // throws, and so does every later call. On GPUs, waits for the calls of other engines of several
+  // ranks, and for their steps in flight.
   void each(const std::function<void(Engine&, int)>& run);
 
   // ---- calls whose arguments or results differ between the ranks
@@ -66,6 +67,8 @@ class Ranks {
   Ranks(const ModelSpec& spec, const RuntimeConfig& config, const std::optional<DrafterSpec>& draft,
         Plans);
   void connect();
+  // As `each`. `before`: another engine, whose steps must end first; null: none.
+  void run_all(const std::function<void(Engine&, int)>& run, const Ranks* before);
   void work(int rank);
   void call(int rank);
   static int distance_of(const std::exception_ptr& error);
@@ -75,11 +78,11 @@ class Ranks {
   RankPages pages_{*this};
   volatile int* failed_ = nullptr;  // as in Exchange
   bool broken_ = false;             // the ranks have no common state
-  const Ranks* before_ = nullptr;   // another engine, whose steps may still run on these GPUs
 
   // The call that the threads make. `num_calls_` counts calls; `num_running_`: threads that are not
   // done with the last one.
   const std::function<void(Engine&, int)>* run_ = nullptr;
+  const Ranks* before_ = nullptr;  // as in run_all
   std::atomic<uint64_t> num_calls_{0};
   std::atomic<int> num_running_{0};
   std::atomic<bool> ends_{false};
