@@ -4,7 +4,10 @@
 |---|---|
 | `markov_head.markov_w1.weight` | [V, r] |
 | `markov_head.markov_w2.weight` | [drafted tokens, r] |
+| `markov_head.gate_proj.{weight,bias}` | [r, H + r], [r]: of a gated Markov head |
 | `confidence_head.proj.{weight,bias}` | not read: the engine measures how much is accepted |
+
+An rnn Markov head is refused: its scores depend on all tokens of a path, and a lattice holds pairs.
 
 A head of rank 0 is DeepSpec's DFlash, whose root row predicts.
 """
@@ -22,11 +25,12 @@ from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors,
 from cpmcu.models.reader import ConfigReader
 
 _W1, _W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+_KINDS = ["vanilla", "gated"]
 
 
 @register_drafter("dspark")
 class DSpark:
-    """A DSpark head with a vanilla Markov head, or without one."""
+    """A DSpark head with a vanilla or gated Markov head, or without one."""
 
     has_checkpoint = True
     also_named = ("dflash",)  # those of rank 0 are published as DFlash
@@ -43,10 +47,10 @@ class DSpark:
         reader = ConfigReader(config)
         kind = config.get("markov_head_type", "vanilla")
         rank = _rank(draft, reader)
-        if rank and kind != "vanilla":
+        if rank and kind not in _KINDS:
             raise ValueError(
-                f"config.json: markov_head_type is {shown(kind)}, expected 'vanilla', the only "
-                "Markov head that is supported"
+                f"config.json: markov_head_type is {shown(kind)}, expected one of {shown(_KINDS)}: "
+                "other Markov heads are not supported"
             )
         if rank and config.get("final_logit_softcapping"):
             raise reader.fail(
@@ -58,7 +62,7 @@ class DSpark:
         separate = reader.flag("dspark_bonus_anchor", default=of_speculators)
         confidence = "the engine measures how many tokens are accepted"
         head = BlockHead(
-            options=_markov_options(draft, rank) if rank else {},
+            options=_markov_options(draft, rank, kind) if rank else {},
             from_anchor=reader.flag("sample_from_anchor", default=not separate),
             topk=min(MAX_DRAFT_TOPK, _drafted(draft, target)),
             drafter=None if rank else "dflash",
@@ -88,8 +92,9 @@ def _drafted(draft: DraftFiles, target: TargetModel) -> int:
     return shape[0] if shape else target.fields.vocab_size
 
 
-def _markov_options(draft: DraftFiles, rank: int) -> dict[str, Any]:
+def _markov_options(draft: DraftFiles, rank: int, kind: str) -> dict[str, Any]:
     successors = _find(draft, _W2)
     if successors is None:
         raise ValueError(f"{_W2} is missing, expected both tensors of the Markov head")
-    return {"rank": rank, "successors": successors[0]}
+    options = {"rank": rank, "successors": successors[0]}
+    return options | ({"gated": True} if kind == "gated" else {})

@@ -40,8 +40,9 @@ void bind_block_ops(py::module_& m) {
       field("logprobs", &Pairs::logprobs), option("id_map", &Pairs::id_map),
       field("seq_slots", &Pairs::seq_slots), field("next_tokens", &Pairs::next_tokens),
       field("predecessors", &Pairs::predecessors), field("successors", &Pairs::successors),
-      option("gates", &Pairs::gates), option("keeps_rest", &Pairs::keeps_rest),
-      field("tokens", &Pairs::tokens), field("pairs", &Pairs::pairs));
+      option("gates", &Pairs::gates), option("predecessor_gates", &Pairs::predecessor_gates),
+      option("keeps_rest", &Pairs::keeps_rest), field("tokens", &Pairs::tokens),
+      field("pairs", &Pairs::pairs));
   using Tree = LatticeTreeParams;
   bind_op(m, "lattice_tree", lattice_tree, lattice_h, py::kw_only(),
           within(&Tree::lattice,

@@ -194,6 +194,7 @@ class Codebooks {
   void bind(const Arena& arena);
   void list_tensors(WeightTable& table) const;
   int rank() const { return rank_; }
+  const Tensor& predecessors() const { return books_[0]; }  // [V, r]
   // The lattice of pair_scores. The codebooks and the results of `params` are set here.
   Lattice score(const Context& ctx, PairScoresParams params) const;
 

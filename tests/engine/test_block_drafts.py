@@ -124,6 +124,8 @@ CASES = {
     ),
     "DFlash2, causal": Case("dflash2", {"is_causal": True, "layer_types": None}),
     "DSpark": Case("dspark"),
+    "DSpark, gated": Case("dspark", {"markov_head_type": "gated"}),
+    "DSpark, gated, reduced vocabulary": Case("dspark", {"markov_head_type": "gated", **REDUCED}),
     "DSpark, confidence without Markov": Case("dspark", {"confidence_head_with_markov": False}),
     "DSpark, scaled logits": Case("dspark", {"output_multiplier": 0.3}),
     "DSpark, the root's row does not predict": Case("dspark", {"dspark_bonus_anchor": True}),

@@ -57,10 +57,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dflash", extra={"aux_hidden_norms.0.weight": tensor(HIDDEN, seed=1)}),
         "Laguna",
     ),
-    "a gated Markov head": (
-        Case("dspark", {"markov_head_type": "gated"}),
-        "markov_head_type is 'gated'",
-    ),
     "a Markov head before a soft cap": (
         Case("dspark", {"final_logit_softcapping": 30.0}),
         "final_logit_softcapping is 30.0",
@@ -136,6 +132,7 @@ def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+GATE = "markov_head.gate_proj.weight"
 DROPPED = {
     "fc.weight": "dflash2",
     "hidden_norm.weight": "dspark",
@@ -144,12 +141,14 @@ DROPPED = {
     "layers.0.mlp_conv.base_kernel": "dflash2",
     "candidate_selector.successor_codebook": "dflash2",
     "markov_head.markov_w2.weight": "dspark",
+    GATE: "dspark",
 }
+KEYS = {GATE: {"markov_head_type": "gated"}}
 
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    target, draft = write(tmp_path, Case(DROPPED[name], drop=(name,)))
+    target, draft = write(tmp_path, Case(DROPPED[name], KEYS.get(name, {}), drop=(name,)))
     with pytest.raises(ValueError, match=name.replace(".weight", "")) as error:
         load(target, draft.directory, {**TREE, "method": DROPPED[name]})
     assert "\n" not in str(error.value)

@@ -75,8 +75,11 @@ class Pairs:
         self.predecessors = rounded(rng.standard_normal((VOCAB, rank)), dtype)
         self.successors = rounded(rng.standard_normal((drafted, rank)) / np.sqrt(rank), dtype)
         self.gates = rounded(rng.standard_normal((num_seqs * depth, rank)), dtype)
+        self.predecessor_gates = rounded(2 * rng.standard_normal((VOCAB, rank)), dtype)
 
-    def run(self, device: str, *, gated: bool, mapped: bool, **flags: Any) -> tuple[Any, Any]:
+    def run(
+        self, device: str, *, gated: bool, mapped: bool, both: bool = False, **flags: Any
+    ) -> tuple[Any, Any]:
         tokens = put_ints(device, np.full(self.candidates.shape, -7))
         pairs = put(device, np.zeros((*self.candidates.shape, self.candidates.shape[-1])))
         ops.pair_scores(
@@ -86,16 +89,24 @@ class Pairs:
             id_map=put_ints(device, self.id_map) if mapped else None,
             predecessors=put(device, self.predecessors, self.dtype),
             successors=put(device, self.successors, self.dtype),
-            gates=put(device, self.gates, self.dtype) if gated else None, **flags,
+            gates=put(device, self.gates, self.dtype) if gated else None,
+            predecessor_gates=put(device, self.predecessor_gates, self.dtype) if both else None,
+            **flags,
         )  # fmt: skip
         return tokens.numpy(), get(pairs)
 
-    def check(self, device: str, *, gated: bool, mapped: bool, keeps_rest: bool) -> None:
-        tokens, pairs = self.run(device, gated=gated, mapped=mapped, keeps_rest=keeps_rest)
+    def check(
+        self, device: str, *, gated: bool, mapped: bool, keeps_rest: bool, both: bool = False
+    ) -> None:
+        """`both`: the gates depend on the predecessor, too."""
+        tokens, pairs = self.run(
+            device, gated=gated, mapped=mapped, both=both, keeps_rest=keeps_rest
+        )
         expected_tokens, expected = reference.pair_scores(
             self.candidates, self.logprobs, self.roots[self.slots].tolist(), self.predecessors,
             self.successors, id_map=self.id_map if mapped else None,
-            gates=self.gates if gated else None, keeps_rest=keeps_rest,
+            gates=self.gates if gated else None,
+            predecessor_gates=self.predecessor_gates if both else None, keeps_rest=keeps_rest,
         )  # fmt: skip
         assert np.array_equal(tokens, expected_tokens)
         pairs[:, 0, 1:], expected[:, 0, 1:] = 0, 0  # the root is the only parent at depth 0
@@ -123,6 +134,8 @@ def test_pairs(
 ) -> None:
     case = Pairs(dtype, num_seqs, depth, topk, rank)
     case.check(device, gated=gated, mapped=gated != keeps_rest, keeps_rest=keeps_rest)
+    if gated:
+        case.check(device, gated=True, mapped=not keeps_rest, keeps_rest=keeps_rest, both=True)
 
 
 def test_pairs_of_any_rank_on_the_cpu() -> None:

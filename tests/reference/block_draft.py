@@ -206,7 +206,7 @@ class NumpyBlock:
             return own
         if "markov_head.markov_w1.weight" in self.weights:
             successors = self.weights["markov_head.markov_w2.weight"][below]
-            bigram = successors @ self.weights["markov_head.markov_w1.weight"][above]
+            bigram = successors @ self._predecessor(above, hidden)
             rest = max(0.0, 1 - float(np.exp(own).sum()))
             total = np.exp(own + bigram).sum() + rest
             return own + bigram - np.log(total)
@@ -215,6 +215,14 @@ class NumpyBlock:
         successors = self.weights[selector + "successor_codebook"][below]
         edges = successors @ (gate * self.weights[selector + "predecessor_codebook"][above])
         return log_softmax(own + edges) + np.log(np.exp(own).sum())
+
+    def _predecessor(self, above: int, hidden: Array) -> Array:
+        """The Markov head's row of a token, times its gate."""
+        row = self.weights["markov_head.markov_w1.weight"][above]
+        if self.config.get("markov_head_type") != "gated":
+            return row
+        gate = self.weights["markov_head.gate_proj.weight"] @ np.concatenate([hidden, row])
+        return row / (1 + np.exp(-gate - self.weights["markov_head.gate_proj.bias"]))
 
     # ---- parts of a layer
 

@@ -21,6 +21,7 @@ def pair_scores(
     *,
     id_map: Array | None = None,
     gates: Array | None = None,
+    predecessor_gates: Array | None = None,
     keeps_rest: bool = False,
 ) -> tuple[Array, Array]:
     """(Target ids [B, D, K], scores [B, D, K, K]) in float64. At depth 0 only parent 0 counts."""
@@ -34,7 +35,10 @@ def pair_scores(
         if parent < 0 or (d == 0 and a > 0):
             continue
         known = np.where((candidates[b, d] < 0) | np.isnan(logprobs[b, d]), NONE, logprobs[b, d])
-        left = predecessors[parent] * (1 if gates is None else gates[b * depth + d])
+        gate = 1 if gates is None else gates[b * depth + d]
+        if predecessor_gates is not None:
+            gate = 1 / (1 + np.exp(-gate - predecessor_gates[parent]))
+        left = predecessors[parent] * gate
         logits = known + np.array([left @ successors[c] if c >= 0 else 0 for c in candidates[b, d]])
         mass = np.exp(known).sum()
         with np.errstate(divide="ignore"):

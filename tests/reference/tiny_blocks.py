@@ -200,6 +200,9 @@ def _dspark(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) -> W
     if rank:
         weights["markov_head.markov_w1.weight"] = matrix(vocab, rank, np.sqrt(rank))
         weights["markov_head.markov_w2.weight"] = matrix(drafted, rank)
+    if rank and stated(config, "markov_head_type") == "gated":
+        weights["markov_head.gate_proj.weight"] = matrix(rank, hidden + rank, 3.0)
+        weights["markov_head.gate_proj.bias"] = matrix(1, rank, 3.0)[0]
     if stated(config, "enable_confidence_head"):
         markov = rank if stated(config, "confidence_head_with_markov") else 0
         weights["confidence_head.proj.weight"] = matrix(1, hidden + markov)

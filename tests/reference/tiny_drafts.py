@@ -196,5 +196,6 @@ KINDS: dict[str, Callable[[TinyCheckpoint, int], tuple[dict[str, Any], Weights]]
     "itself": itself,
     "noisy": noisy,
     **{kind: functools.partial(block, kind) for kind in BLOCKS},
+    "dspark_gated": functools.partial(block, "dspark", markov_head_type="gated"),
 }
 HEADS = tuple(kind for kind in KINDS if "eagle" in kind)

@@ -78,6 +78,19 @@ def test_pairs_of_zero_are_marginals(target: TinyCheckpoint, tmp_path: Path) -> 
         assert np.abs(lattice.scores - own[:, None]).max() > 0.1
 
 
+def test_an_open_gate_changes_no_score(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """A gated Markov head whose gates are 1 is a vanilla one; other gates change scores."""
+    gated = write_block(tmp_path / "gated", "dspark", target, markov_head_type="gated")
+    drafter, states = network(target, gated)
+    scores = drafter.lattice(states, ROOT).scores
+    drafter.weights["markov_head.gate_proj.weight"][...] = 0
+    drafter.weights["markov_head.gate_proj.bias"][...] = 50
+    open_scores = drafter.lattice(states, ROOT).scores
+    drafter.config["markov_head_type"] = "vanilla"
+    assert np.allclose(drafter.lattice(states, ROOT).scores, open_scores, atol=1e-12, rtol=0)
+    assert np.abs(scores - open_scores).max() > 0.1
+
+
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
     """Those of DFlash2 sum to the candidates' probability, those of DSpark with all tokens to 1."""
     drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))

@@ -67,7 +67,11 @@ void score_position(const PairScoresParams& p, int seq, int depth) {
     std::vector<float> logits(logprobs.size(), kNone);
     if (parent >= 0) {
       std::vector<float> predecessor = row_of(p.predecessors, parent);
-      for (size_t i = 0; i < gate.size(); ++i) predecessor[i] *= gate[i];
+      const std::vector<float> more =
+          p.predecessor_gates.empty() ? std::vector<float>() : row_of(p.predecessor_gates, parent);
+      for (size_t i = 0; i < gate.size(); ++i) {
+        predecessor[i] *= more.empty() ? gate[i] : 1 / (1 + std::exp(-gate[i] - more[i]));
+      }
       for (size_t b = 0; b < logits.size(); ++b) {
         float dot = 0;
         for (size_t i = 0; i < predecessor.size(); ++i) dot += predecessor[i] * successors[b][i];

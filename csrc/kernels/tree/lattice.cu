@@ -61,7 +61,7 @@ __device__ __forceinline__ int target_id(const PairScoresParams& p, int candidat
 template <typename T>
 __global__ void __launch_bounds__(32 * kPairWarps)
     pair_scores_kernel(const __grid_constant__ PairScoresParams p, const T* predecessors,
-                       const T* successors, const T* gates, int rank) {
+                       const T* successors, const T* gates, const T* predecessor_gates, int rank) {
   __shared__ __align__(16) float left[kMaxTopk][8 * kVecs];  // gated predecessors
   __shared__ Vec16<T> right[kMaxTopk][kVecs];  // vector v of row b is at v ^ b % 8: no conflicts
   ptx::pdl_launch();
@@ -85,12 +85,16 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   for (int first = 0; first < rank; first += 8 * kVecs) {
     const int num_vecs = min(kVecs, (rank - first) / 8);
     const int element = first + 8 * min(lane, num_vecs - 1);
-    Vec16<T> gate, lefts[kHeld], rights[kHeld];
+    Vec16<T> gate, lefts[kHeld], rights[kHeld], left_gates[kHeld];
     if (gates != nullptr) gate = load<T, 8>(gates + int64_t{position} * rank + element);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       lefts[i] = load<T, 8>(predecessors + int64_t{max(parents[i], 0)} * rank + element);
       rights[i] = load<T, 8>(successors + int64_t{max(children[i], 0)} * rank + element);
+      if (predecessor_gates != nullptr) {
+        left_gates[i] =
+            load<T, 8>(predecessor_gates + int64_t{max(parents[i], 0)} * rank + element);
+      }
     }
     __syncthreads();  // the part before is no longer read
 #pragma unroll
@@ -99,7 +103,11 @@ __global__ void __launch_bounds__(32 * kPairWarps)
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const float value = to_float(lefts[i][e]);
-        left[row][8 * lane + e] = gates == nullptr ? value : value * to_float(gate[e]);
+        float factor = gates == nullptr ? 1.0f : to_float(gate[e]);
+        if (predecessor_gates != nullptr) {
+          factor = 1.0f / (1.0f + expf(-factor - to_float(left_gates[i][e])));
+        }
+        left[row][8 * lane + e] = value * factor;
       }
       right[row][lane ^ row % 8] = rights[i];
     }
@@ -273,13 +281,17 @@ void pair_scores(const Context& ctx, const PairScoresParams& p) {
   check_rows("pair_scores", "predecessors", p.predecessors);
   check_rows("pair_scores", "successors", p.successors);
   if (!p.gates.empty()) check_rows("pair_scores", "gates", p.gates);
+  if (!p.predecessor_gates.empty()) {
+    check_rows("pair_scores", "predecessor_gates", p.predecessor_gates);
+  }
   if (p.num_seqs == 0) return;
   const int rank = static_cast<int>(p.predecessors.size(1));
   dispatch_half(p.predecessors.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx, pair_scores_kernel<T>, dim3(p.depth, p.num_seqs), dim3(32 * kPairWarps), 0, p,
            p.predecessors.as<const T>(), p.successors.as<const T>(),
-           p.gates.empty() ? nullptr : p.gates.as<const T>(), rank);
+           p.gates.empty() ? nullptr : p.gates.as<const T>(),
+           p.predecessor_gates.empty() ? nullptr : p.predecessor_gates.as<const T>(), rank);
   });
 }
 

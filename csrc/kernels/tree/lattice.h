@@ -46,6 +46,9 @@ REGISTER_OP(block_rows, BlockRowsParams)
 //   s(a, b) = logprob(b) + sum_i predecessor[a, i] * gate[d, i] * successor[b, i]
 //   pairs   = s(a, b) - log(sum over b of exp(s(a, b)) + rest) + more
 //
+// With predecessor_gates, the gate depends on the predecessor, too. It is then
+// sigmoid(gate[d, i] + predecessor_gates[a, i]).
+//
 // p is the sum over b of exp(logprob(b)), the probability of all candidates.
 //
 //   keeps_rest  rest           more    meaning
@@ -63,6 +66,7 @@ struct PairScoresParams {
   Tensor predecessors{};             // [V, r] rows of target ids
   Tensor successors{};               // [draft vocabulary, r] rows of draft ids, same dtype
   Tensor gates{};                    // [B D, r] same dtype; empty: 1
+  Tensor predecessor_gates{};        // [V, r] same dtype; empty: none. Needs gates
   bool keeps_rest = false;
   int* tokens = nullptr;   // [B, D, K] out: ids of the target
   float* pairs = nullptr;  // [B, D, K, K] out; at depth 0 only row 0 is written

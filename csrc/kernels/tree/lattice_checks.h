@@ -25,6 +25,13 @@ inline void check_pair_scores(const PairScoresParams& p) {
                             p.gates.size(0) == int64_t{p.num_seqs} * p.depth),
         "pair_scores: gates are {} {}, expected {} [{}, {}]", name_of(p.gates.dtype()),
         p.gates.shape_text(), name_of(p.predecessors.dtype()), p.num_seqs * p.depth, rank);
+  const Tensor& more = p.predecessor_gates;
+  CHECK(more.empty() || (!p.gates.empty() && more.dtype() == p.predecessors.dtype() &&
+                         more.size(0) == p.predecessors.size(0) && more.size(1) == rank),
+        "pair_scores: predecessor_gates are {} {}, expected gates, and the dtype and shape of the "
+        "predecessors, {} {}",
+        name_of(more.dtype()), more.shape_text(), name_of(p.predecessors.dtype()),
+        p.predecessors.shape_text());
 }
 
 inline void check_lattice_tree(const LatticeTreeParams& p) {

@@ -3,6 +3,18 @@
 //
 // The engine adds the bigram only to the K likeliest tokens of U; the others keep U. Source:
 // DSpark, DeepSeek-AI's DeepSpec, 2026.
+//
+// A gated Markov head multiplies W1[a] by sigmoid(G [h; W1[a]] + bias). h is the hidden state that
+// gave U. Scores still depend on the parent and the position alone, so a lattice holds them. G's
+// columns of W1[a] are multiplied by all rows of W1 once, at load: a table [V, r].
+//
+// An rnn Markov head has a state that depends on all tokens of a path. A lattice cannot hold its
+// scores below depth 1, so the Python file refuses it.
+#include <numeric>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/layer/add_bias.h"
+#include "kernels/layer/gather_rows.h"
 #include "speculative/block_drafter.h"
 
 namespace cpmcu {
@@ -11,11 +23,12 @@ namespace {
 class DSparkDrafter : public BlockDrafter {
  public:
   DSparkDrafter(const DrafterSpec& spec, const ModelSpec& target)
-      : BlockDrafter(spec, target, "DSpark", {"rank", "successors"}),
+      : BlockDrafter(spec, target, "DSpark", {"rank", "successors", "gated"}),
         num_successors_(spec.options.integer("successors", target.vocab_size)),
         codebooks_(spec_.scope + "markov_head.markov_w1.weight",
                    spec_.scope + "markov_head.markov_w2.weight", spec.options.integer("rank", 256),
-                   num_successors_) {
+                   num_successors_),
+        gated_(spec.options.flag("gated", false)) {
     const auto drafted = vocab_ids_.empty() ? target.vocab_size : std::ssize(vocab_ids_);
     CHECK(num_successors_ == drafted || num_successors_ == target.vocab_size,
           "the draft's markov_w2 has {} rows, expected {}, a row for each drafted token",
@@ -24,15 +37,47 @@ class DSparkDrafter : public BlockDrafter {
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     BlockDrafter::plan(plan, states, limits);
-    codebooks_.plan(plan, target_, model().dtype, int64_t{limits.max_seqs} * largest_.depth, topk_);
+    num_gates_ = int64_t{limits.max_seqs} * largest_.depth;
+    codebooks_.plan(plan, target_, model().dtype, num_gates_, topk_);
+    if (!gated_) return;
+    const int64_t element = size_of(model().dtype), rank = codebooks_.rank();
+    const int64_t width = parts_.width();
+    const auto weights = [&](const char* name, int64_t elements) {
+      return plan.add(gate_name() + name, "weights", elements * element);
+    };
+    joint_id_ = weights("weight", rank * (width + rank));
+    bias_id_ = weights("bias", rank);
+    left_id_ = weights("left", rank * width);
+    right_id_ = weights("right", rank * rank);
+    table_id_ = weights("table", target_.vocab_size * rank);
+    index_id_ = plan.add(gate_name() + "index", "weights", 4 * rank * (width + rank) / piece());
+    gates_id_ =
+        plan.add_scratch(gate_name() + "gates", num_gates_ * rank * element, kSample, kSample);
   }
   void bind(const Arena& arena) override {
     BlockDrafter::bind(arena);
     codebooks_.bind(arena);
+    if (!gated_) return;
+    const DType dtype = model().dtype;
+    const int64_t rank = codebooks_.rank(), width = parts_.width();
+    joint_ = arena.tensor(joint_id_, dtype, {rank, width + rank});
+    bias_ = arena.tensor(bias_id_, dtype, {rank});
+    left_ = arena.tensor(left_id_, dtype, {rank, width});
+    right_ = arena.tensor(right_id_, dtype, {rank, rank});
+    table_ = arena.tensor(table_id_, dtype, {target_.vocab_size, rank});
+    index_ = arena.array<int>(index_id_);
+    gates_ = arena.tensor(gates_id_, dtype, {num_gates_, rank});
   }
   void list_tensors(WeightTable& table) override {
     BlockDrafter::list_tensors(table);
     codebooks_.list_tensors(table);
+    if (!gated_) return;
+    table.add(gate_name() + "weight", joint_);
+    table.add(gate_name() + "bias", bias_);
+  }
+  void finish_loading(const Context& ctx, const TargetParts& target) override {
+    BlockDrafter::finish_loading(ctx, target);
+    if (gated_) split_gate(ctx);
   }
 
  protected:
@@ -44,12 +89,52 @@ class DSparkDrafter : public BlockDrafter {
                 const Candidates& candidates) override {
     PairScoresParams params = pairs_of(batch, candidates);
     params.keeps_rest = true;
+    if (gated_) {
+      params.gates = gates_.rows(0, candidates.hidden.size(0));
+      params.predecessor_gates = table_;
+      skinny_gemm(ctx, {.y = params.gates, .x = candidates.hidden, .w = left_});
+      add_bias(ctx, {.y = params.gates, .bias = bias_.view({1, bias_.size(0)})});
+    }
     return codebooks_.score(ctx, params);
   }
 
  private:
+  std::string gate_name() const { return spec_.scope + "markov_head.gate_proj."; }
+  // Elements of a piece of a row: they divide both parts of the gate's columns.
+  int64_t piece() const { return std::gcd(parts_.width(), int64_t{codebooks_.rank()}); }
+
+  // Copies the columns of h and those of W1[a] to a matrix each, and computes the table.
+  void split_gate(const Context& ctx) {
+    const int64_t rank = codebooks_.rank(), lefts = parts_.width() / piece();
+    const int64_t columns = lefts + rank / piece();
+    std::vector<int> index;
+    for (int64_t i = 0; i < rank * lefts; ++i) {
+      index.push_back(static_cast<int>(i / lefts * columns + i % lefts));
+    }
+    const int64_t rights = columns - lefts, num_lefts = std::ssize(index);
+    for (int64_t i = 0; i < rank * rights; ++i) {
+      index.push_back(static_cast<int>(i / rights * columns + lefts + i % rights));
+    }
+    copy_to_device(ctx.device, index_, index.data(), 4 * std::ssize(index), ctx.stream);
+    const Tensor pieces = joint_.view({rank * columns, piece()});
+    gather_rows(ctx, {.out = left_.view({num_lefts, piece()}), .x = pieces, .index = index_});
+    gather_rows(
+        ctx,
+        {.out = right_.view({rank * rights, piece()}), .x = pieces, .index = index_ + num_lefts});
+    skinny_gemm(ctx, {.y = table_, .x = codebooks_.predecessors(), .w = right_});
+    synchronize(ctx.device, ctx.stream);  // the index lies in pageable memory
+  }
+
   const int num_successors_;
   Codebooks codebooks_;
+  const bool gated_;
+  int64_t num_gates_ = 0;
+  MemoryPlan::Id joint_id_ = 0, bias_id_ = 0, left_id_ = 0, right_id_ = 0, table_id_ = 0,
+                 index_id_ = 0, gates_id_ = 0;
+  Tensor joint_, bias_;   // G [r, H + r], [r]
+  Tensor left_, right_;   // its columns of h [r, H] and of W1[a] [r, r]
+  Tensor table_, gates_;  // [V, r], [max_seqs D, r]
+  int* index_ = nullptr;  // of the pieces of left_ and right_ in joint_
 };
 
 REGISTER_DRAFTER("dspark", DSparkDrafter);
