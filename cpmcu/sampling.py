@@ -264,7 +264,7 @@ class SamplingParams:
                 found = generation_config.get(name)
                 changes[name] = default if found is None else found
         top_k = changes.get("top_k")
-        if isinstance(top_k, (int, float)) and top_k < 0:  # some files have -1 for all tokens
+        if isinstance(top_k, (int, float)) and top_k < 0:  # in some files -1 means all tokens
             changes["top_k"] = 0
         if self.temperature is None and generation_config.get("do_sample") is False:
             changes["temperature"] = 0.0

@@ -35,8 +35,9 @@ class Request:
     """State of one choice. After `Runner.submit`, only the runner uses it; any thread may call
     `cancel`.
 
-    It has two halves. The engine thread's half takes tokens and finds the ends that follow from
-    their ids. The text's half makes text, finds stop strings and calls `emit`; see text_worker.py.
+    The engine thread takes tokens and finds the ends that follow from their ids. The text thread
+    (text_worker.py) makes text, finds stop strings and calls `emit`. With few sequences the engine
+    thread does that work, too.
     If a stop string ends the text, the engine thread may have taken later tokens, which are
     dropped.
 
@@ -84,7 +85,7 @@ class Request:
         self.tokens: list[int] = []  # that the engine thread has taken
         self.num_tokens = 0  # of these, tokens whose text is made
         self.ended = False  # the engine thread takes no more tokens
-        self.run_text: Callable[[Job], None] = _run_now  # runs jobs of the text's half, in order
+        self.run_text: Callable[[Job], None] = _run_now  # runs jobs of the text thread, in order
         self.notify: Callable[[Request], None] | None = None  # the engine thread must look at it
         self.finish: Finish | None = None
         self.error: Exception | None = None
@@ -113,7 +114,7 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """Is its end found, by either half?"""
+        """Is its end found, by the engine thread or the text thread?"""
         return self.ended or self.done
 
     @property
@@ -253,7 +254,7 @@ class Request:
             self.ended = True
             self.run_text(functools.partial(self._show_error, error, logs))
 
-    # ---- the text's half
+    # ---- the text thread
 
     def show_one(self, token: int, when: float) -> None:
         """Makes the text of one token that ends nothing by its id. Fails as `show` does.
@@ -342,7 +343,7 @@ class Request:
         self._guard(lambda: self._emit(error))
 
     def _tell_engine(self) -> None:
-        """The text's half has ended the output: the engine thread must give the slot back."""
+        """Tells the engine thread to give the slot back: the text thread has ended the output."""
         if not self.ended and self.notify is not None:
             self.notify(self)
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 def announced(call: Callable[[], None]) -> Iterator[None]:
     """While the context is open, `call` runs on another thread as soon as Ctrl-C is pressed.
 
-    KeyboardInterrupt follows as usual. Only the main thread can hear of it.
+    KeyboardInterrupt follows as usual. Outside the main thread the context does nothing, because
+    Python handles signals in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

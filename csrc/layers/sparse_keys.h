@@ -1,5 +1,6 @@
-// The parts of a sparse attention block that dense attention does not have: the rule, the
-// compressed keys in the pages, the chosen blocks of a step's tokens (kernels/attention/sparse.h).
+// The parts of a sparse attention block that dense attention does not have (kernels/attention/
+// sparse.h): the rule by which blocks are chosen, the compressed keys in the pages, and the blocks
+// chosen for a step's tokens.
 #pragma once
 
 #include <string>

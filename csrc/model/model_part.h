@@ -1,7 +1,9 @@
 // One rank's part of a model, in a tensor parallel engine.
 //
-//   q, k, v, gate, up      rows: whole heads, whole columns of the MLP
-//   o, down                columns; their results are summed over the ranks (kernels/ranks)
+//   q, k, v                rows of W, by whole heads
+//   gate, up               rows of W
+//   o, down                columns of W; their results are summed over the ranks (kernels/ranks)
+//   experts                each expert as gate, up and down; each rank has the whole router
 //   gated delta net        key heads with their value heads; out_proj as o
 //   Mamba-2                groups with their heads; out_proj as o
 //   short convolution      channels; out_proj as o

@@ -37,7 +37,7 @@ PARTS = ["router", "gate_up", "down", "combine", "block"]
 
 
 def blocks(n: int, k: int) -> int:
-    """Weight blocks of an expert's matrix [n, k]."""
+    """Returns the number of weight blocks of an expert's matrix [n, k]."""
     return -(-n // 256) * -(-k // 128)
 
 

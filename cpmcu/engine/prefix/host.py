@@ -128,7 +128,7 @@ class HostMemory:
 
 
 class HostTier:
-    """One user's part of a HostMemory. Used by the engine thread only."""
+    """The blocks of a HostMemory that one owner may take. Used by the engine thread only."""
 
     def __init__(self, memory: HostMemory, limit: int) -> None:
         self.memory = memory

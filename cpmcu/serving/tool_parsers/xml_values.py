@@ -25,8 +25,9 @@ def types_of(tools: Tools, function: str, parameter: str) -> set[str]:
 def to_json(text: str, types: set[str]) -> str:
     """Returns the JSON of a parameter's text.
 
-    Text that is JSON or a Python literal becomes that value. If `types` exclude the value's type
-    but allow a string, the text is a string. Text that is neither JSON nor Python is a string, too.
+    JSON other than a string, a Python list or dict, and True, False or None become that value. All
+    other text becomes a string, quotes included. If `types` allow a string but not the value's
+    type, the text becomes a string, too.
     """
     found = _plain(text.strip())
     if found is not None and (not types or _type(found[0]) & types or "string" not in types):

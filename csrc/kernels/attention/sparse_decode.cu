@@ -153,7 +153,7 @@ struct LaneRows {
   }
 };
 
-// Masks the scores of a block's entries. sees[half] has the entries that a row sees.
+// Masks the scores of a block's entries. Bit i of sees[half]: the row sees entry i of the block.
 template <int kKvTiles>
 __device__ __forceinline__ void hide(float (&scores)[kKvTiles][1][kKvTileN8][4],
                                      const uint64_t (&sees)[2], int first_tile) {

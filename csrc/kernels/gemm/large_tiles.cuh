@@ -190,7 +190,7 @@ struct LargeOut {
                   [](uint32_t at, uint4* y) { *y = ptx::load_shared16(at); });
     meet(warpgroup);
   }
-  // y = value(gate, up) for a gated W, whose stored rows interleave eight of gate and eight of up.
+  // y = value(gate, up) for a gated W, whose rows alternate: eight of gate, eight of up.
   template <int kGroups, typename F>
   __device__ __forceinline__ void store_gated(const float (&sums)[kGroups][4], uint32_t shared,
                                               int warpgroup, int first_row, int first_column,

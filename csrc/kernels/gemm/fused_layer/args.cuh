@@ -84,7 +84,7 @@ struct Rotary {
 
 // How attention splits are combined before the first GEMM.
 enum class CombineMode {
-  kNone,         // no splits, or a launch before combines them
+  kNone,         // there are no splits, or attention_combine has run before this kernel
   kPerCtaSlice,  // one row: each CTA combines its slice of x, straight into its stages
   kGridWide,     // all CTAs share the work; x goes through memory and a grid barrier
 };

@@ -5,9 +5,9 @@
 
 namespace cpmcu::cuda::fused {
 
-// An epilogue tile has two m16 tiles (16 stored rows of W each) and 8 rows of x. A lane has rows
-// row, row + 1 and stored rows n, n + 8 of both m16 tiles. Inputs other than sums (old y, norm
-// weights, bias, angles) are loaded before x arrives.
+// An epilogue tile has two m16 tiles (16 rows of W each) and 8 rows of x. A lane has rows row and
+// row + 1 of x. Of both m16 tiles it has rows n, n + 8 of W, in the order of the weight blocks.
+// Inputs other than sums (old y, norm weights, bias, angles) are loaded before x arrives.
 template <typename T, int kGroups>
 struct EpilogueTiles {
   const FusedLayerArgs& args;

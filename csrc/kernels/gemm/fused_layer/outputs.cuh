@@ -55,8 +55,8 @@ struct TokenRotation {
   }
 };
 
-// Stores SiLU(gate) * up from sums over all of K. A lane has rows q2, q2 + 1 of each 8 rows of x, m
-// in all, and stored rows n, n + 8, n + 16, n + 24 of W; n mod 32 is g.
+// Stores SiLU(gate) * up from sums over all of K. x has m rows, and a lane has rows q2, q2 + 1 of
+// each 8. Its rows of W, as weight blocks order them, are n, n + 8, n + 16, n + 24; n mod 32 is g.
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_gated(const GemmArgs& gemm, T* y,
                                             const float (&sums)[2][kGroups][4],

@@ -2,11 +2,11 @@
 //
 // Roofline: bytes read plus bytes written, at load.
 //
-// Schedule: a CTA has a weight block. A thread writes the records of a row, then one word of codes
-// after another.
+// Schedule: one CTA a weight block. A thread copies the records of a row, then writes one word of
+// codes after another.
 //
-// The surprising decision: records come as blocks store them (cpmcu/loading/gguf/blocks.py), so one
-// op packs K-quants of all forms.
+// The surprising decision: this op only copies records. cpmcu/loading/gguf/blocks.py has already
+// given them the layout of weight blocks, so one op packs K-quants of all forms.
 #include "kernels/gemm/packed/k_quant_pack.h"
 
 #include "core/launch.h"

@@ -72,7 +72,8 @@ __device__ __forceinline__ float gated_value(const PackedGemmArgs& args, float g
   return silu(gate) * __fmul_rn(args.alpha, up);
 }
 
-// Stores one output: from stored rows n and n + 8 of a gated W, else from n alone.
+// Stores one output: of a gated W from its rows n and n + 8, else from row n alone. Rows are in the
+// order of the weight blocks.
 template <typename T>
 __device__ __forceinline__ void store_value(const PackedGemmArgs& args, int row, int n, float sum,
                                             float sum_8) {
@@ -99,8 +100,8 @@ __device__ __forceinline__ void store_pair(const PackedGemmArgs& args, int row, 
   if (!args.gated) store_value<T>(args, row, n + 8, sum_8, 0);
 }
 
-// Stores a lane's sums of a whole tile: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n +
-// 16, n + 24 of W.
+// Stores a lane's sums of a whole tile: rows 8 group + 2q, + 1 of x, and rows n, n + 8, n + 16,
+// n + 24 of W in the order of the weight blocks.
 template <typename Y, bool kGated, int kGroups>
 __device__ __forceinline__ void store_whole(const PackedGemmArgs& args,
                                             const float (&sums)[2][kGroups][4], int n) {
