@@ -64,11 +64,19 @@ def most_frequent(counts: npt.NDArray[np.int64], num_tokens: int) -> Ids:
 def resolve(
     frspec_path: str | None, draft_directory: Path, download: Callable[[str], Path]
 ) -> Path:
-    """The file or directory to read. `download`: repo id -> local directory."""
+    """The file or directory to read. `download`: repo id -> local directory.
+
+    Raises FileNotFoundError if there is neither.
+    """
     if frspec_path is None:
         return draft_directory
     path = Path(frspec_path).expanduser()
-    return path if path.exists() else download(frspec_path)
+    if path.exists():
+        return path
+    try:
+        return download(frspec_path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"frspec_path: {error}") from error
 
 
 def _choose(directory: Path, num_tokens: int) -> Path:

@@ -103,6 +103,8 @@ def test_wrong_frspec(target: TinyCheckpoint, tmp_path: Path) -> None:
         np.save(path, array)
         return refused(target, draft, frspec_path=str(path))
 
+    missing = refused(target, draft, frspec_path=str(tmp_path / "none.npy"))
+    assert missing.startswith("frspec_path: ") and "none.npy' is neither a file" in missing
     assert "has ids 2 to 203, expected some of 0 to 202" in complaint(np.array([2, 203]))
     assert "has ids twice" in complaint(np.array([2, 3, 3]))
     assert "has no ids" in complaint(np.zeros(0, np.int64))
