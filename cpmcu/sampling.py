@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SEED_LIMIT = 1 << 64
 MAX_LOGPROBS = 20  # as in the extension
+MAX_PATTERNS = 8
+MAX_PATTERN_LENGTH = 1024
 
 # Field -> value if neither the caller nor generation_config.json sets it.
 _DEFAULTS: dict[str, Any] = {
@@ -115,6 +117,12 @@ class SamplingParams:
         (),
         "text that ends the output and is not part of it; repeatable",
         brief="text that ends the output; repeatable",
+    )
+    stop_regex: str | Sequence[str] = option(
+        (),
+        "patterns (Rust's syntax): the output ends with the first match of one; a final $ is the "
+        "end of a token",
+        flags=(),
     )
     stop_token_ids: Sequence[int] = option((), "token id that ends the output; repeatable")
     ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
@@ -201,7 +209,7 @@ class SamplingParams:
                 change(None if value == -1 else value + SEED_LIMIT)
         elif name in ("presence_penalty", "frequency_penalty"):
             number(name, value)
-        elif name == "stop":
+        elif name in ("stop", "stop_regex"):
             texts = [value] if isinstance(value, str) else listed(name, value or (), _TEXTS)
             kept = tuple(text for text in texts if text != "")  # clients send "" for no stop text
             change(value if isinstance(value, str) and value else kept)
@@ -226,6 +234,8 @@ class SamplingParams:
             for text in self.stop_strings:
                 if not isinstance(text, str):
                     raise ValueError(f"stop holds {shown(text)}, but must hold texts")
+        elif name == "stop_regex":
+            _check_patterns(self.stop_patterns)
         elif name == "allowed_token_ids" and value == ():
             raise ValueError("allowed_token_ids is [], but must have at least one token id")
         elif name == "logprob_token_ids" and len(value or ()) > MAX_LOGPROBS:
@@ -251,6 +261,12 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_patterns(self) -> tuple[str, ...]:
+        """`stop_regex` as a tuple."""
+        found = self.stop_regex
+        return (found,) if isinstance(found, str) else tuple(found)
 
     def resolve(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """A copy with all defaults and a seed filled in.
@@ -361,6 +377,22 @@ def _biases(value: Any) -> dict[int, float]:
         number(f"the logit_bias of token {token}", bias)
         _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
     return biases
+
+
+def _check_patterns(patterns: Sequence[str]) -> None:
+    """Raises ValueError for patterns of `stop_regex` that are no texts, too many or too long."""
+    if len(patterns) > MAX_PATTERNS:
+        raise ValueError(
+            f"stop_regex has {len(patterns)} patterns, but must have at most {MAX_PATTERNS}"
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, str) or any("\ud800" <= each <= "\udfff" for each in pattern):
+            raise ValueError(f"stop_regex holds {shown(pattern)}, but must hold Unicode texts")
+        if len(pattern) > MAX_PATTERN_LENGTH:
+            raise ValueError(
+                f"stop_regex holds a pattern of {len(pattern)} characters, but must hold patterns "
+                f"of at most {MAX_PATTERN_LENGTH}"
+            )
 
 
 def _check_salt(value: str) -> None:

@@ -1,38 +1,54 @@
-"""End conditions of an output: stop strings, stop tokens, and the token limit."""
+"""End conditions of an output: stop strings, stop patterns, stop tokens, and the token limit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from cpmcu.engine.stop_regex import StopRegex
 from cpmcu.outputs import FinishReason
 
 
 class StopStrings:
-    """Cuts a stream of text at the stop string that is complete first.
+    """Cuts a stream of text at the stop string or match of a pattern that is complete first.
 
     If several stop strings end at the same character, the longest one matches. Text that may become
     a stop string is held back until this is decided. The result therefore does not depend on the
-    division of the text into pieces.
+    division of the text into pieces, except for patterns that end with `$`. A pattern's match is
+    part of the text. At the same character, stop strings precede patterns, in their order.
     """
 
-    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+    def __init__(
+        self, stops: Sequence[str], *, shown: bool = False, patterns: Sequence[StopRegex] = ()
+    ) -> None:
         self._stops = tuple(stops)
+        self._patterns = tuple(patterns)
         self._shown = shown  # the text ends with the stop string
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
     @property
     def any(self) -> bool:
-        """Are there stop strings?"""
-        return bool(self._stops)
+        """Are there stop strings or patterns?"""
+        return bool(self._stops or self._patterns)
 
     def push(self, text: str, *, final: bool = False, stops: bool = True) -> tuple[str, str | None]:
-        """Returns (text to emit, matching stop string or None).
+        """Returns (text to emit, matching stop string or pattern, or None).
 
         `final`: emits the text that is held back. `stops` False: a stop string that ends in `text`
-        does not match. After a match, `push` must not be called again.
+        does not match. After a match, `push` must not be called again. Raises GrammarError if a
+        pattern has become too complex.
         """
+        end, pattern = len(text), None
+        for each in self._patterns:
+            found = each.read(text, matches=stops)
+            if found is not None and (pattern is None or found < end):
+                end, pattern = found, each.pattern
+        given, stop = self._cut(text[:end], final=final or pattern is not None, stops=stops)
+        return given, pattern if stop is None else stop
+
+    def _cut(self, text: str, *, final: bool, stops: bool) -> tuple[str, str | None]:
+        """`push` for stop strings alone."""
         if not self._stops:
             return text, None
         before, text = len(self._held), self._held + text

@@ -14,6 +14,7 @@ from cpmcu.checks import FieldError, PromptTooLongError, integer, listed, of_fie
 from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
+from cpmcu.engine.stop_regex import stop_regexes
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.llm.arguments import (
     as_list,
@@ -291,6 +292,8 @@ class LLM:
         stop_ids = [*eos, *params.stop_token_ids]
         least = self._min_tokens(params.min_tokens, stop_ids)
         banned, bad_words = self._bad_words(params.bad_words)
+        with of_field("stop_regex"):
+            patterns = stop_regexes(params.stop_patterns, params.n)
         decode: Decode
         if params.skip_special_tokens and keep_special_tokens:
             decode = _decode_with(self.tokenizer, keep_special_tokens)
@@ -311,7 +314,9 @@ class LLM:
                 ),
                 detokenizer=Detokenizer(decode, prompt),
                 stop_strings=StopStrings(
-                    params.stop_strings, shown=params.include_stop_str_in_output
+                    params.stop_strings,
+                    shown=params.include_stop_str_in_output,
+                    patterns=patterns[index],
                 ),
                 stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
                 max_tokens=limit,

@@ -48,19 +48,24 @@ def available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
+def missing(param: str) -> ApiError:
+    """Returns the error (400) for a field that needs the grammar extra."""
+    return ApiError(
+        400,
+        f"{param} needs structured output, which is not installed on this server: "
+        "pip install 'cpmcu[grammar]'.",
+        param=param,
+        code="missing_extra",
+    )
+
+
 def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
     """Returns `function(*source)` for the request field `param`.
 
     Raises ApiError (400) if the source is invalid or the grammar extra is not installed.
     """
     if not available():
-        raise ApiError(
-            400,
-            f"{param} needs structured output, which is not installed on this server: "
-            "pip install 'cpmcu[grammar]'.",
-            param=param,
-            code="missing_extra",
-        )
+        raise missing(param)
     try:
         return function(*source)
     except ValueError as error:

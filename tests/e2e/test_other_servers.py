@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -457,3 +458,28 @@ def test_timings_and_progress_of_a_stream(server, path, body):
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8
     plain = server.post(path, {**body, "stream": True}).text
     assert "prompt_progress" not in plain and (path == "/completion" or '"timings"' not in plain)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_output_ends_with_a_match_of_stop_regex(server, path):
+    body = TEXT if path == COMPLETIONS else {**HELLO, "max_tokens": 24, "temperature": 0}
+    pattern = "[^ \n]+[ \n]"
+
+    def answer(**fields):
+        choice = server.post(path, {**body, **fields}).json()["choices"][0]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"], choice
+
+    plain, _ = answer()
+    text, choice = answer(stop_regex=pattern)
+    assert text == plain[: re.search(pattern, plain).end()]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == choice["matched_stop"] == pattern
+    assert answer(stop_regex=["\u0001", pattern])[0] == text
+    for neutral in ("", [], None):
+        assert answer(stop_regex=neutral)[0] == plain
+    for wrong in ("(", [r"(a)\1"], ["a"] * 9, 5):
+        error = error_of(server.post(path, {**body, "stop_regex": wrong}), 400)
+        assert error["param"].startswith("stop_regex")
+    hostile = {"stop_regex": "(?s:.{1,200}){1,200}zz", "max_tokens": 400, "ignore_eos": True}
+    error = error_of(server.post(path, {**body, **hostile}), 400)
+    assert "too complex" in error["message"]

@@ -241,6 +241,9 @@ class GenerationRequest(SamplingRequest):
     )
     best_of: int | None = Field(None, ge=1, description="Must equal n")
     skip_special_tokens: bool = True
+    stop_regex: str | Items[str] | None = Field(
+        None, description="SGLang's: the output ends with the first match of a pattern"
+    )
     prompt_logprobs: int | None = Field(
         None,
         ge=-1,
@@ -381,6 +384,7 @@ class GenerationRequest(SamplingRequest):
             "n": self.num_choices,
             "min_tokens": self.min_tokens or 0,
             "stop": self._stops(),
+            "stop_regex": self._stop_regex(),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
             "repetition_penalty": self.repetition_penalty,
@@ -406,6 +410,12 @@ class GenerationRequest(SamplingRequest):
                 code="invalid_value",
             )
         return tuple(stops)
+
+    def _stop_regex(self) -> tuple[str, ...]:
+        if self.stop_regex and not grammar.available():
+            raise grammar.missing("stop_regex")
+        found = self.stop_regex or ()
+        return (found,) if isinstance(found, str) else tuple(found)
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
