@@ -31,7 +31,7 @@ class SpecDecodeMetrics:
     drafted: int | None = None  # tokens of all steps; None: K per step
     verify_strategy: str = TARGET_MATCH
     num_inner_steps: int = 0
-    num_inner_tokens: int = 0  # that inner steps emitted
+    num_inner_tokens: int = 0  # tokens that inner steps emitted
 
     @property
     def num_spec_steps(self) -> int:

@@ -32,7 +32,7 @@ REPEATS = 3
 NUM_STEPS = 3  # tokens that a network drafts
 LOOKED_UP = 5  # tokens of a path with n-gram look-up, or of the hierarchy
 PLAIN = "none"
-SHIFTS = (-1, 0, 1)  # of the layers that a block draft reads
+SHIFTS = (-1, 0, 1)  # values of spec_layer_shift: a block draft reads layers further up or down
 
 _CHAIN = {"num_speculative_tokens": NUM_STEPS}
 _FILLED = {

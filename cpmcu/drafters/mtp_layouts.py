@@ -33,7 +33,7 @@ class Layout:
     """The names of the tensors of modules."""
 
     prefix: re.Pattern[str]  # its group is the number of the module
-    first: int  # that number of module 0
+    first: int  # number of the first module in the names
     renamed: Mapping[str, str]  # name of a module's part -> engine's name
     copies: tuple[str, ...] = ()  # parts that are copies of the target's
     hidden_first: bool = False  # order of fc's input

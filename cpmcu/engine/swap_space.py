@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Swapped:
     """The pages of a sequence in host memory."""
 
-    num_pages: int  # of layers without a window
+    num_pages: int  # pages of the group of layers without a window
     # For each group of layers: the number of its first page within the sequence, and the blocks.
     groups: list[tuple[int, list[int]]]
 

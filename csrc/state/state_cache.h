@@ -31,8 +31,8 @@ class StateCache {
   // `max_entries`: tokens of a slot, those of a step in flight included.
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
   void plan_pages(MemoryPlan& plan, const std::vector<int64_t>& num_pages);  // of each group
-  int64_t page_bytes(int group) const;  // of one page in all planes of all models
-  int64_t slot_bytes() const;           // of one slot, as in ModelState, of all models
+  int64_t page_bytes(int group) const;  // bytes of one page in all planes of all models
+  int64_t slot_bytes() const;           // bytes of one slot of all models, as in ModelState
   void bind(const Context& ctx, const Arena& arena);
   void clear_slots(const Context& ctx);
   void clear_pages(const Context& ctx);  // after the weights are loaded

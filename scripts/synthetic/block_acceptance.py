@@ -53,7 +53,7 @@ KINDS = ("dspark", "dflash2")  # kinds of heads with a bigram
 ONE = ROOT = 4.0
 AHEAD = math.sqrt(0.5)  # norm of the first part over that of both vector parts
 
-FLAT_LOGIT = 12.0  # of the root and the D tokens after it in the draft; other logits are near 0
+FLAT_LOGIT = 12.0  # logit of the root and of the D tokens after it; other logits are near 0
 BIGRAM = 60.0  # score of the right token after an accepted one
 SECOND_GAP = 8.0  # score of a right second choice below that of the first one
 COPIED = 16.0  # the copied part of the root's embedding over the embedding itself

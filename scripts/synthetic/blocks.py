@@ -26,7 +26,7 @@ from scripts.synthetic.layouts import attention_tensors, mlp_tensors
 from scripts.synthetic.sources import Array, Source, encode
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, norm, normal
 
-LAYERS = 5  # of a draft, and hidden states of the target that it reads
+LAYERS = 5  # layers of a draft, and target layers whose hidden states it reads
 MASK_IDS = {151936: 151669, 248320: 248070}  # vocab_size -> mask token of Qwen3 and Qwen3.5 to 3.8
 MIXING = 0.02  # size of the random weights of the convolutions over rows of a block
 

@@ -15,7 +15,7 @@ from scripts.synthetic.gptq import GROUP_SIZE, LEVELS_STD, gptq_tensors
 from scripts.synthetic.sources import CHUNK, Array, Source, encode
 from scripts.synthetic.tensors import TensorSpec
 
-NOISE = 0.01  # of the RMS of y = x W^T without the chosen elements, over that of x
+NOISE = 0.01  # RMS of y over RMS of x, for y = x W^T without the chosen elements
 
 
 @dataclass(frozen=True, slots=True)

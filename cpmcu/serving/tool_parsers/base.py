@@ -279,7 +279,7 @@ class ToolParser(abc.ABC):
         """
 
         def pass_on(place: int, *, ends_here: bool) -> None:
-            """Passes the text up to `place` on, without a newline that may precede the tag."""
+            """Gives `into` the text up to `place`, without a newline that may precede the tag."""
             held = newline and place > self._at and self._text[place - 1] == "\n"
             into(self._text[self._at : place - held])
             self._at = place if ends_here else place - held

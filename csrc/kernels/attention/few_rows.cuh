@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
   Trace trace;
   // For one token, the next kernel fits beside this one and can start early: it prefetches weights,
-  // or it is the combination. For more tokens, it finds no room before this kernel ends.
+  // or it is attention_combine. For more tokens, it finds no room before this kernel ends.
   const bool launches_early = args.tokens.num_tokens == 1;
   if (launches_early) ptx::pdl_launch();
   const int warp = ptx::uniform_warp();
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
   const bool is_old = (exists(second) ? second : first) + kKvTile <= seq.first_entry;
   // If there are more CTAs than SMs, keys and values are loaded one after the other. The
-  // combination of the previous launch may still run, and the queries wait for its end. The loads
-  // of that combination should not queue behind all loads that these CTAs could issue.
+  // attention_combine of the previous layer may still run, and the queries wait for its end. Its
+  // loads should not queue behind all loads that these CTAs could issue.
   const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_sms();
   const bool lends_tile = warp == Config::kWarps - 1;
   auto& queries_tile =

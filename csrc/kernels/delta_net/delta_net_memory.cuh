@@ -92,7 +92,7 @@ struct Shared {
   float* squares;      // [kSplit, squares, kParts / kSplit] sums of squares of o from each CTA
   T* window;           // [3 + raws, kWindowWidth] raw tokens: 3 before the step, then the step's
   float2* gates;       // [rows] decay, beta
-  int num_squares;     // of the capacity
+  int num_squares;     // Capacity::squares
 
   __device__ __forceinline__ Shared(char* memory, const Capacity& capacity)
       : num_squares(capacity.squares) {

@@ -13,7 +13,8 @@ enum class Phase { kPrefill, kDecode };
 struct Step {
   Phase phase = Phase::kDecode;
   const int* ids = nullptr;  // [T] on the device
-  bool verify = false;  // token trees; the results must equal those of plain decoding bit for bit
+  // The tokens are nodes of token trees. Results must have the bits of plain decoding.
+  bool verify = false;
   StepTokens tokens;
   Accepted accepted{};  // of each slot's last step; empty for a draft's own steps
 };

@@ -134,7 +134,7 @@ class DSparkDrafter : public BlockDrafter {
   Tensor joint_, bias_;   // G [r, H + r], [r]
   Tensor left_, right_;   // its columns of h [r, H] and of W1[a] [r, r]
   Tensor table_, gates_;  // [V, r], [max_seqs D, r]
-  int* index_ = nullptr;  // of the pieces of left_ and right_ in joint_
+  int* index_ = nullptr;  // pieces of rows of joint_: first those of left_, then those of right_
 };
 
 REGISTER_DRAFTER("dspark", DSparkDrafter);
