@@ -81,6 +81,17 @@ def test_the_readme_has_at_most_150_lines() -> None:
     assert lines <= MOST_LINES_OF_THE_README, f"README.md has {lines} lines"
 
 
+def test_every_document_begins_with_a_title_and_names_files_on_one_line() -> None:
+    """A formatter of C++ source once broke a README: its title became `#state`."""
+    pages = [path for folder in ("csrc", "cpmcu", "docs") for path in (ROOT / folder).rglob("*.md")]
+    assert len(pages) > 80
+    for page in [ROOT / "README.md", *pages]:
+        text = page.read_text("utf-8")
+        assert re.match(r"# \S", text), f"{page} begins with {text[:20]!r}, expected '# TITLE'"
+        broken = re.search(r"\{$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+        assert broken is None, f"{page} has a line that ends in an open brace"
+
+
 def test_every_page_of_the_notebook_is_in_its_table() -> None:
     table = (DOCS / "notebook" / "README.md").read_text("utf-8")
     pages = {path.name for path in (DOCS / "notebook").glob("*.md")} - {"README.md"}
