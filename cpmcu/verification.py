@@ -12,8 +12,8 @@ from cpmcu.options import option
 
 TARGET_MATCH = "target_match"
 VERIFY_STRATEGIES = (TARGET_MATCH, "greedy", "topp")
-VERIFY_WINDOW = 2  # of topp, unless one is given
-MAX_VERIFY_WINDOW = 16  # as the longest draft
+VERIFY_WINDOW = 2  # default window of the strategy "topp"
+MAX_VERIFY_WINDOW = 16  # the depth of the longest draft
 
 
 def strategy_option() -> Any:

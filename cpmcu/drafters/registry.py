@@ -35,7 +35,7 @@ class DraftFiles:
     directory: Path
     config: Mapping[str, Any]  # config.json
     checkpoint: Checkpoint
-    is_default: bool = False  # the shipped draft of a shipped target, which nobody named
+    is_default: bool = False  # the shipped draft of a shipped target, not named by flags
 
     @property
     def tensors(self) -> dict[str, TensorMeta]:

@@ -82,7 +82,7 @@ class Request:
         self._bad_words = bad_words
         self._thinking = thinking
         self._shows_stop = shows_stop  # the text has the token that ended it
-        self.tokens: list[int] = []  # that the engine thread has taken
+        self.tokens: list[int] = []  # tokens that the engine thread has taken
         self.num_tokens = 0  # of these, tokens whose text is made
         self.ended = False  # the engine thread takes no more tokens
         self.run_text: Callable[[Job], None] = _run_now  # runs jobs of the text thread, in order

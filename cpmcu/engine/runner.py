@@ -391,7 +391,7 @@ class Runner:
 
     def _observe(self, step: Step, outputs: C.StepOutputs) -> None:
         before, self._collected = self._collected, time.perf_counter()
-        # The step began after the end of the preceding one.
+        # A step begins when it is launched and the preceding one has ended.
         seconds = self._collected - max(step.launched, before)
         if step.chunks is not None:
             num_tokens = sum(len(chunk) for _, chunk, _ in step.chunks)

@@ -103,7 +103,7 @@ class StopTokens:
         return token in self._ids
 
     def check(self, token: int, num_tokens: int) -> Finish | None:
-        """The reason if the output ends with `token` as its token number `num_tokens`, or None."""
+        """Why the output ends after `token`, or None. `num_tokens`: of the output, with `token`."""
         if token in self._stops:
             return Finish("stop", token)
         if token in self._eos:

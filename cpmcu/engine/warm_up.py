@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROMPT = [0, 0]  # tokens that every vocabulary has
 COLD, WARM = 3, 3  # plain steps before and after the drafted ones
-DRAFTED = 3  # as many as make a time trusted
+DRAFTED = 3  # steps after which the chooser trusts a time
 FIXED = 2  # steps of an engine that has no choice of shapes
 LIMIT = 0.05  # seconds for the steps above
 DRAFTS_LIMIT = 0.25  # seconds for the steps of the larger drafts

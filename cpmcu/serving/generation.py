@@ -256,7 +256,7 @@ def bad_value(
 ) -> ApiError:
     """Returns a 400 with the message of SamplingParams, LLM.prepare or a tokenizer.
 
-    The error's `param` is the request's name of the error's field.
+    If `error` names a field of the engine, `param` is the name that this field has in the request.
     """
     message = str(error)
     field = error.field if isinstance(error, FieldError) else None

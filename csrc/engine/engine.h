@@ -151,7 +151,7 @@ class Engine {
   struct Slot {
     bool used = false;
     bool has_root = false;    // its last prefill drew the token that decoding starts from
-    uint64_t generation = 0;  // which sequence of the slot a step in flight has
+    uint64_t generation = 0;  // counts the sequences of a slot, so that a step knows its own
     int num_logprobs = -1;
     int num_shared = 0;        // tokens of the cached prefix
     int length = 0;            // tokens cached, as of the steps that were collected

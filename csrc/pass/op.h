@@ -98,7 +98,7 @@ struct CompressOp {
   bool accepted = false;  // the accepted tokens of a decode step, not all tokens of a prompt
 };
 
-// The residual stream enters a layer. `copy` keeps it for a drafter; empty: nobody needs it. Ops
+// The residual stream enters a layer. `copy` keeps it for a drafter; empty: no copy. Ops
 // are fused alike with and without a copy.
 struct LayerInputOp {
   Value hidden;

@@ -175,7 +175,7 @@ class Replay {
   const Step& step_;
   const std::vector<Op>& ops_;
   const Rows all_;
-  AttentionParams rest_;  // whose combine the next fused layer does; out empty: none
+  AttentionParams rest_;  // its splits are combined by the next fused layer; out empty: none
 };
 
 }  // namespace

@@ -41,7 +41,7 @@ SHORTEST = 64  # tokens of the first texts
 REPEATED = 256  # tokens of the longest texts among which some have repeated parts
 GAP = 4  # tokens between two statements of a training text, at least on average
 TOLD = DIGITS + 1  # tokens after the name
-IGNORED = -100  # as a target
+IGNORED = -100  # a target that adds no loss
 LEARNED = 0.15  # loss at which texts become longer
 
 

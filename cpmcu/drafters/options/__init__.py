@@ -40,7 +40,7 @@ class OptionField(NamedTuple):
 
     field: dataclasses.Field[Any]
     hint: Any  # its type
-    owner: type[DrafterOptions]  # that declares it
+    owner: type[DrafterOptions]  # the class that declares it
 
 
 T = TypeVar("T", bound=type[DrafterOptions])

@@ -323,7 +323,7 @@ class PrefixCache(PageCache):
             self._disk.wait(seconds)
 
     def is_reading(self, prefix: Prefix) -> bool:
-        """Are pages of this prefix on their way from disk?"""
+        """Are pages of this prefix being read from disk?"""
         return self._disk is not None and self._disk.is_reading(prefix.reading or [])
 
     def reset(self) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 PAGES_A_TASK = 4  # pages that a thread reads before it looks for work again
-MOST_WRITES = 32  # pages on their way to disk
+MOST_WRITES = 32  # pages that are being written to disk
 FREE_PAGES = 8  # device pages that loading from disk leaves to running sequences
 
 

@@ -23,7 +23,7 @@ def write(value: Any) -> str:
 
 
 def read(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not JSON or has other text."""
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON, or text follows it."""
     value, end = read_first(text)
     if text[end:].strip():
         raise ValueError("there is text after the JSON")

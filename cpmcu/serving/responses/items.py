@@ -189,7 +189,7 @@ _HANDLERS: dict[str, Callable[[_Conversation, str, InputItem], None]] = {
 
 
 def missing(place: str, name: str) -> ApiError:
-    """Returns a 400 for a member that an item or a tool needs."""
+    """Returns a 400 for a missing member that an item or a tool needs."""
     param = f"{place}.{name}"
     return ApiError(400, f"{param} is missing.", param=param, code="invalid_value")
 

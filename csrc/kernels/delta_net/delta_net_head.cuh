@@ -16,7 +16,7 @@ struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
   static constexpr int kV = kWidth / 32;                    // channels of v in a lane of a prompt
-  static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
+  static constexpr int kWarps = kHeadWarps / kSplit;        // warps that own columns of S
   static constexpr bool kSpecial = kCommits && kSplit > 1;  // eight more warps prepare tokens
   static constexpr int kProducers = kSpecial ? 8 : kWarps;
   static constexpr int kFirstProducer = kSpecial ? kWarps : 0;

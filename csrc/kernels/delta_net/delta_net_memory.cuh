@@ -79,8 +79,8 @@ struct Shared {
   static constexpr int kSplit = kCtas;
   static constexpr int kWidth = kDim / kSplit;            // columns of v
   static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
-  // Sums of squares of a token's o. In a cluster each has 32 columns, so that prompts and steps
-  // agree.
+  // Sums of squares of a token's o. In a cluster each sum is over 32 columns. So clusters of two
+  // and of four CTAs, in prompts and steps, give the same bits.
   static constexpr int kParts = kSplit > 1 ? 4 : 1;
 
   TreePlan* tree;
