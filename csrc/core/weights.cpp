@@ -81,7 +81,7 @@ struct Runs {
   // the stored tensor, and calls use(place, count) for each.
   template <typename Use>
   void each(int64_t first, int64_t count, const Use& use) const {
-    if (run == stride) return use(first, count);
+    if (run == stride && ranges.size() == 1) return use(first, count);
     while (count > 0) {
       const WeightTable::Range rest = find(first);
       const int64_t length = std::min(count, rest.size);
@@ -121,6 +121,15 @@ std::vector<WeightTable::Range> divide(int64_t whole, const std::vector<int64_t>
     ranges.push_back({first + rank * parts / num_ranks * own, own});
     first += size;
   }
+  return ranges;
+}
+
+// All of a dimension of size `whole`, from `own` on, then what is before it.
+std::vector<WeightTable::Range> with_rest(const WeightTable::Range& own, int64_t whole) {
+  std::vector<WeightTable::Range> ranges{own};
+  const int64_t end = own.begin + own.size;
+  if (end < whole) ranges.push_back({end, whole - end});
+  if (own.begin > 0) ranges.push_back({0, own.begin});
   return ranges;
 }
 
@@ -245,12 +254,15 @@ void WeightTable::set_sections(const std::string& module, const std::vector<int6
   }
 }
 
-void WeightTable::take_parts(const WeightTable& whole, int rank, int num_ranks) {
+void WeightTable::take_parts(const WeightTable& whole, const WeightTable& divided, int rank,
+                             int num_ranks) {
   for (auto& [name, entry] : entries_) {
-    const auto found = whole.entries_.find(name);
-    if (found == whole.entries_.end()) continue;
-    const std::vector<int64_t> part = std::exchange(entry.shape, found->second.shape);
-    bool divides = part.size() == entry.shape.size();
+    const auto found = whole.entries_.find(name), least = divided.entries_.find(name);
+    if (found == whole.entries_.end() || least == divided.entries_.end()) continue;
+    const Entry& target = least->second;
+    const std::vector<int64_t> own = std::exchange(entry.shape, found->second.shape);
+    const std::vector<int64_t>& part = target.shape;
+    bool divides = part.size() == entry.shape.size() && own.size() == part.size();
     const auto sections_of = [](const Entry& of) {
       return of.sections.empty() ? std::vector<int64_t>{1} : of.sections;
     };
@@ -258,9 +270,12 @@ void WeightTable::take_parts(const WeightTable& whole, int rank, int num_ranks) 
       if (part[i] == entry.shape[i]) continue;
       divides = entry.cut_dim < 0;
       entry.cut_dim = static_cast<int>(i);
-      entry.ranges = divide(entry.shape[i], sections_of(found->second), part[i], sections_of(entry),
-                            rank, num_ranks);
+      entry.ranges = divide(entry.shape[i], sections_of(found->second), part[i],
+                            sections_of(target), rank, num_ranks);
       divides &= !entry.ranges.empty();
+      if (!divides || own[i] == part[i]) continue;
+      divides = own[i] == entry.shape[i] && entry.ranges.size() == 1;
+      entry.ranges = with_rest(entry.ranges[0], entry.shape[i]);
     }
     CHECK(divides, "tensor \"{}\" of shape {} cannot be divided among {} GPUs into {}", name,
           text_of(entry.shape), num_ranks, text_of(part));

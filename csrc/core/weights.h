@@ -35,8 +35,10 @@ class WeightTable {
   // Each section is divided by itself.
   void set_sections(const std::string& module, const std::vector<int64_t>& rows);
   // `whole`: the table of the undivided model. If a tensor is larger there, its destination takes
-  // the part of `rank`. Throws if a tensor cannot be divided.
-  void take_parts(const WeightTable& whole, int rank, int num_ranks);
+  // the part of `rank`. `divided`: the table of a model that has no more than its part. If only
+  // that one has a smaller tensor, the destination takes all: first the part of `rank`, then the
+  // rest. Throws if a tensor cannot be divided.
+  void take_parts(const WeightTable& whole, const WeightTable& divided, int rank, int num_ranks);
   // Throws if the name is unknown, the shape differs, or the dtype cannot be converted.
   Entry& find(const std::string& name, DType dtype, const std::vector<int64_t>& shape);
   const std::map<std::string, Entry>& entries() const { return entries_; }

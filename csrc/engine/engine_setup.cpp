@@ -242,7 +242,10 @@ void Engine::bind() {
   states_.bind(ctx_, *arena_);
   model_.bind(*arena_, state_);
   model_.list_tensors(weights_);
-  if (whole_) weights_.take_parts(tensors_of(*whole_), rank_, config_.num_ranks);
+  if (whole_) {
+    weights_.take_parts(tensors_of(*whole_), tensors_of(without_other_heads(spec_)), rank_,
+                        config_.num_ranks);
+  }
   sampler_.bind(*arena_);
   step_.bind(*arena_);
   step_.list_tensors(weights_);

@@ -43,12 +43,13 @@ class AttentionBlock : public Block {
     CHECK(!sparse_ || !shape_.sinks, "a sparse_attention block has sinks, expected none");
     CHECK(!spec_.fp8_kv_cache || shape_.head_dim % 16 == 0,
           "head_dim is {}, expected a multiple of 16 for an fp8 KV cache", shape_.head_dim);
-    const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     const int in_features = config.in_features ? config.in_features : spec_.hidden_size;
-    std::vector<LinearPart> parts{{attn + "q_proj", q}};
-    if (!shape_.shares_kv())
-      parts.insert(parts.end(), {{attn + "k_proj", kv}, {attn + "v_proj", kv}});
+    std::vector<LinearPart> parts{{attn + "q_proj", shape_.q_rows()}};
+    if (!shape_.shares_kv()) {
+      parts.push_back({attn + "k_proj", shape_.k_rows()});
+      parts.push_back({attn + "v_proj", shape_.kv_size()});
+    }
     qkv_ = make_linear(spec_.linear_method_of(attn + "qkv_proj"),
                        {.parts = std::move(parts),
                         .in_features = in_features,
@@ -257,8 +258,8 @@ class AttentionBlock : public Block {
   }
 
  private:
-  int64_t q_norm_size() const { return shape_.joint_qk_norm ? shape_.q_size() : shape_.head_dim; }
-  int64_t k_norm_size() const { return shape_.joint_qk_norm ? shape_.kv_size() : shape_.head_dim; }
+  int64_t q_norm_size() const { return shape_.joint_qk_norm ? shape_.q_rows() : shape_.head_dim; }
+  int64_t k_norm_size() const { return shape_.joint_qk_norm ? shape_.k_rows() : shape_.head_dim; }
   // Fills a norm's weights so that the norm multiplies by 1.
   void fill_with_ones(const Context& ctx, const Tensor& weights) const {
     dispatch_host_dtype(weights.dtype(), [&](auto t) {
@@ -271,7 +272,7 @@ class AttentionBlock : public Block {
   }
   // The norms of q, k and v that are not part of rotary_kv.
   void append_norms(OpList& ops, const Value& qkv) const {
-    const int q = static_cast<int>(shape_.q_rows()), kv = static_cast<int>(shape_.kv_size());
+    const int q = static_cast<int>(shape_.q_rows()), k = static_cast<int>(shape_.k_rows());
     NormHeadsParams norm{.x = {}, .eps = spec_.rms_norm_eps, .weight_offset = spec_.norm_offset()};
     const auto append = [&](const std::string& name) {
       ops.call(
@@ -286,11 +287,11 @@ class AttentionBlock : public Block {
     if (shape_.joint_qk_norm) {
       norm.width = q, norm.weight = q_norm_;
       append("q_norm");
-      norm.first = q, norm.width = kv, norm.weight = k_norm_;
+      norm.first = q, norm.width = k, norm.weight = k_norm_;
       append("k_norm");
     }
     if (!shape_.v_norm || shape_.shares_kv()) return;
-    norm.first = q + kv, norm.num_groups = shape_.num_kv_heads, norm.width = shape_.head_dim;
+    norm.first = q + k, norm.num_groups = shape_.num_kv_heads, norm.width = shape_.head_dim;
     norm.weight = {};
     append("v_norm");
   }

@@ -13,6 +13,9 @@ namespace cpmcu {
 // The sizes of one attention block. A parameter of the block overrides the model's number.
 struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
+  // Heads of q_proj and k_proj. On a rank of several, joint_qk_norm reads those of all ranks. The
+  // heads of this rank come first.
+  int num_q_proj_heads, num_k_proj_heads;
   bool qkv_bias, qk_norm, output_gate;
   bool joint_qk_norm;    // the norms of q and of k are over all heads together
   bool qk_norm_weights;  // false: the norms of the heads of q and k have no weights
@@ -31,6 +34,8 @@ struct AttentionShape {
         num_kv_heads(params.integer("num_key_value_heads", spec.num_key_value_heads)),
         head_dim(params.integer("head_dim", spec.head_dim)),
         window(params.integer("window", 0)),
+        num_q_proj_heads(params.integer("num_q_proj_heads", num_heads)),
+        num_k_proj_heads(params.integer("num_k_proj_heads", num_kv_heads)),
         qkv_bias(params.flag("qkv_bias", spec.qkv_bias)),
         qk_norm(params.flag("qk_norm", spec.qk_norm)),
         output_gate(params.flag("output_gate", false)),
@@ -51,6 +56,8 @@ struct AttentionShape {
                                               "num_key_value_heads",
                                               "head_dim",
                                               "window",
+                                              "num_q_proj_heads",
+                                              "num_k_proj_heads",
                                               "qkv_bias",
                                               "qk_norm",
                                               "output_gate",
@@ -85,6 +92,11 @@ struct AttentionShape {
     CHECK(!shares_kv() || (!qkv_bias && !output_gate && !joint_qk_norm),
           "an attention block has kv_layer and a bias, an output gate or joint_qk_norm, expected "
           "one of them");
+    CHECK(num_q_proj_heads >= num_heads && num_k_proj_heads >= num_kv_heads &&
+              (joint_qk_norm || !has_other_heads()),
+          "an attention block has {} heads in q_proj and {} in k_proj, expected {} and {}, or more "
+          "with joint_qk_norm",
+          num_q_proj_heads, num_k_proj_heads, num_heads, num_kv_heads);
     CHECK(softmax_scale > 0, "softmax_scale is {}, expected a number above 0", softmax_scale);
     CHECK(query_scale_length >= 1, "query_scale_length is {}, expected at least 1",
           query_scale_length);
@@ -93,18 +105,25 @@ struct AttentionShape {
   int64_t q_size() const { return int64_t{num_heads} * head_dim; }
   int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
   // Rows of q_proj: with an output gate, each query head is followed by its gate.
-  int64_t q_rows() const { return (output_gate ? 2 : 1) * q_size(); }
+  int64_t q_rows() const { return int64_t{output_gate ? 2 : 1} * num_q_proj_heads * head_dim; }
+  int64_t k_rows() const { return int64_t{num_k_proj_heads} * head_dim; }  // of k_proj
+  bool has_other_heads() const {
+    return num_q_proj_heads > num_heads || num_k_proj_heads > num_kv_heads;
+  }
   int64_t gate_size() const { return head_gate ? num_heads : q_size(); }  // of a further projection
   bool shares_kv() const { return kv_layer >= 0; }
-  int64_t qkv_size() const { return q_rows() + (shares_kv() ? 0 : 2 * kv_size()); }
+  int64_t qkv_size() const { return q_rows() + (shares_kv() ? 0 : k_rows() + kv_size()); }
   QkvLayout layout() const {
     if (shares_kv()) {
       const auto q = static_cast<int>(q_rows());
       return {.row = q, .q_head = head_dim, .k = q, .v = q};
     }
-    if (!output_gate) return {};
-    const auto k = static_cast<int>(q_rows()), kv = static_cast<int>(kv_size());
-    return {.row = k + 2 * kv, .q_head = 2 * head_dim, .k = k, .v = k + kv};
+    if (!output_gate && !has_other_heads()) return {};
+    const auto k = static_cast<int>(q_rows()), v = k + static_cast<int>(k_rows());
+    return {.row = static_cast<int>(qkv_size()),
+            .q_head = (output_gate ? 2 : 1) * head_dim,
+            .k = k,
+            .v = v};
   }
 };
 

@@ -180,15 +180,15 @@ class Divider {
 
   BlockSpec attention(BlockSpec block, const std::string& name) const {
     const std::string attn = name + "self_attn.";
-    CHECK(!block.params.flag("joint_qk_norm", false),
-          "tensor_parallel_size is {}, but {}q_norm is over all heads, which runs on one GPU; "
-          "expected tensor_parallel_size 1",
-          num_ranks_, attn);
-    const int heads =
-        divide(attn, "num_attention_heads",
-               block.params.integer("num_attention_heads", whole_.num_attention_heads));
-    const int kv_heads = divide_kv_heads(
-        attn, block.params.integer("num_key_value_heads", whole_.num_key_value_heads));
+    const int all_heads = block.params.integer("num_attention_heads", whole_.num_attention_heads);
+    const int all_kv_heads =
+        block.params.integer("num_key_value_heads", whole_.num_key_value_heads);
+    const int heads = divide(attn, "num_attention_heads", all_heads);
+    const int kv_heads = divide_kv_heads(attn, all_kv_heads);
+    if (block.params.flag("joint_qk_norm", false)) {
+      block.params.set("num_q_proj_heads", int64_t{all_heads});
+      block.params.set("num_k_proj_heads", int64_t{all_kv_heads});
+    }
     block.params.set("num_attention_heads", int64_t{heads});
     block.params.set("num_key_value_heads", int64_t{kv_heads});
     const int head_dim = block.params.integer("head_dim", whole_.head_dim);
@@ -221,9 +221,21 @@ ModelSpec part_of(const ModelSpec& whole, int num_ranks) {
   return part;
 }
 
-WeightTable tensors_of(const ModelSpec& whole) {
+ModelSpec without_other_heads(const ModelSpec& part) {
+  ModelSpec divided = part;
+  for (LayerSpec& layer : divided.layers) {
+    for (BlockSpec& block : layer) {
+      if (!block.params.flag("joint_qk_norm", false)) continue;
+      block.params.set("num_q_proj_heads", block.params.values().at("num_attention_heads"));
+      block.params.set("num_k_proj_heads", block.params.values().at("num_key_value_heads"));
+    }
+  }
+  return divided;
+}
+
+WeightTable tensors_of(const ModelSpec& spec) {
   const DeviceContext ctx(Device{});
-  Transformer model(whole);
+  Transformer model(spec);
   MemoryPlan plan;
   StateCache states;
   ModelState& state = states.add_model("");

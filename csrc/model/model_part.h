@@ -1,6 +1,7 @@
 // One rank's part of a model, in a tensor parallel engine.
 //
-//   q, k, v                rows of W, by whole heads
+//   q, k, v                rows of W, by whole heads. With joint_qk_norm, q and k have all rows,
+//                          those of the rank's heads first
 //   gate, up               rows of W
 //   o, down                columns of W; their results are summed over the ranks (kernels/ranks)
 //   experts                each expert as gate, up and down; each rank has the whole router
@@ -22,7 +23,10 @@ namespace cpmcu {
 // The model of one rank. Throws if the model cannot be divided among `num_ranks`.
 ModelSpec part_of(const ModelSpec& whole, int num_ranks);
 
+// The model of one rank without the heads of other ranks, which only norms over all heads read.
+ModelSpec without_other_heads(const ModelSpec& part);
+
 // The tensors of a model, without memory: only their shapes may be read.
-WeightTable tensors_of(const ModelSpec& whole);
+WeightTable tensors_of(const ModelSpec& spec);
 
 }  // namespace cpmcu

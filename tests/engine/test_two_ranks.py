@@ -89,7 +89,7 @@ def test_inputs_of_fp8_rows_with_one_scale(tmp_path: Path, device: str, kind: st
 
 
 # Families that run on one GPU.
-REFUSED = {"granitehybrid", "olmo2", "olmo3"}
+REFUSED = {"granitehybrid"}
 SIZES = {
     "intermediate_size": 96,
     "moe_intermediate_size": 48,

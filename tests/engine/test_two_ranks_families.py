@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.drafted import PROMPTS, QUANT_CONFIGS, SAMPLINGS, TREES, VOCAB, Drive, Models
 from tests.engine.prefix import PAGE, Job, running
 from tests.engine.test_swap_space import engine_of, runner_of, submit_and_check
-from tests.reference.engines import check_ranks, extension_or_skip, random_ids
+from tests.reference.engines import check_ranks, extension_or_skip, prompt_logits, random_ids
 from tests.reference.tiny_fp8 import write_fp8
 from tests.reference.tiny_mixed import write_mixed
 
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo3 with one key head": ("olmo3", {"num_hidden_layers": 4, "num_key_value_heads": 1}),
     "nemotron_h without experts": (
         "nemotron",
         {
@@ -77,6 +80,10 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 16,
         },
     ),
+    "olmo2 in few bits": (
+        "olmo2",
+        {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4},
+    ),
 }
 
 
@@ -97,11 +104,39 @@ def test_logits(name: str, device: str, tmp_path: Path) -> None:
         check_ranks(make, PROMPTS[5], 0.02, share=0.75)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_norms_over_heads_of_all_ranks(num_ranks: int, device: str, tmp_path: Path) -> None:
+    """Each rank has all rows of q and k, but attends with its own heads."""
+    if device == "cuda" and C.device_count() < num_ranks:
+        pytest.skip("too few GPUs")
+    models = Models(tmp_path, device, num_ranks=num_ranks)
+    one = models.engine("olmo2", None, tensor_parallel_size=1)
+    several = models.engine("olmo2", None)
+    expected, got = (prompt_logits(engine, PROMPTS[5]) for engine in (one, several))
+    tolerance = 2e-5 if device == "cpu" else 0.05
+    assert 0 < np.abs(got - expected).max() < tolerance * np.abs(expected).max()
+
+    def sizes(engine: Any) -> dict[str, int]:
+        return {row["name"]: row["bytes"] for row in engine.memory_plan(0)}
+
+    attention = "model.layers.1.self_attn."
+    of_one, of_rank = (
+        {name: sizes(engine)[attention + name] for name in ("q_proj", "q_norm", "k_norm", "o_proj")}
+        for engine in (one, several)
+    )
+    # "q_proj" has q, k and v: four heads, two and two. Each rank has one head of v.
+    assert of_rank.pop("q_proj") * 8 == of_one.pop("q_proj") * 7
+    assert of_rank.pop("o_proj") * num_ranks == of_one.pop("o_proj")
+    assert of_rank == of_one
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [
         ("lfm2 in few bits", "qwen"),
         *((name, form) for name in QUANTISED for form in ("mxfp8", "nvfp4mo")),
+        ("olmo2 in few bits", "qwen"),
+        ("olmo2 in few bits", "gptq4_g32"),
         ("nemotron_h in few bits", "gptq8z_g64"),
         ("nemotron_h in few bits", "ct_tensor"),
         ("nemotron_h in few bits", "ct_channel"),
@@ -138,7 +173,7 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
     # The text has three tokens only, so that n-grams are often right.
     few = {**SAMPLINGS["seeded"], "logit_bias": [(5, 90.0), (9, 90.0), (17, 90.0)]}
     chain = Drive(models.drafted("ngram", family, TREES["narrow"]), ahead=2)
-    draft = "itself" if family == "gemma4" else "eagle"
+    draft = "itself" if family in ("gemma4", "olmo2", "olmo3") else "eagle"
     tree = Drive(models.drafted(draft, family, TREES["wide"]), ahead=2)
     for ids, fields in ((prompt[:1], greedy), (prompt, greedy), (prompt, few)):
         tokens = models.plain(family, ids, 40, **fields)
@@ -153,7 +188,7 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
             assert job.request.cached_tokens == cached
 
 
-@pytest.mark.parametrize("name", ["lfm3", "nemotron_h"])
+@pytest.mark.parametrize("name", ["lfm3", "nemotron_h", "olmo2"])
 def test_preemption(name: str, device: str, tmp_path: Path) -> None:
     models, family = models_of(name, tmp_path, device)
     engine, _ = engine_of(models, family, "ngram")
