@@ -91,7 +91,7 @@ class Request:
         self.error: Exception | None = None
         self.cancelled = False
         self.cache_salt = cache_salt
-        self.lookup: Prefix | None = None  # in the prefix cache, while it waits
+        self.lookup: Prefix | None = None  # its pages' keys in the prefix cache; set while it waits
         self.cached_tokens: int | None = None  # prompt tokens that were cached when prefill began
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings

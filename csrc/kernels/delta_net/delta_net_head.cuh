@@ -119,8 +119,9 @@ struct Head {
 
   // ---- a token: convolution, norms and gates -> row `row` of shared memory
 
-  // q and k of kN tokens, of which `count` exist. `x_q`, `x_k`: of the three tokens before them and
-  // of the tokens. The work on one token does not wait for another.
+  // Prepares q and k of kN tokens, and stores those of the first `count`. `x_q` and `x_k` are the
+  // convolution's inputs: three earlier tokens, then the kN tokens. The work on one token does not
+  // wait for another.
   template <int kN>
   __device__ __forceinline__ void prepare_keys(int row, int count, const Vec<T, 4>* x_q,
                                                const Vec<T, 4>* x_k, const Weights& w) const {

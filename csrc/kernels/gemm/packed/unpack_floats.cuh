@@ -32,7 +32,7 @@ struct E4m3 {
   template <typename T>
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>&,
                                                 int) {
-    const auto number = [](uint32_t upper) {  // of the upper byte of each half
+    const auto number = [](uint32_t upper) {  // decodes the upper byte of each half
       constexpr bool kHalf = std::is_same_v<T, __half>;
       const uint32_t bits =
           (kHalf ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0) | (upper & 0x80008000);
@@ -183,7 +183,7 @@ struct GroupedE4m3 : GroupScales<8, 32> {
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>& tile,
                                                 int step) {
     const uint32_t scales[2] = {scale_of<T>(tile, 0, step), scale_of<T>(tile, 1, step)};
-    const auto number = [&](uint32_t upper, int half) {  // of the upper byte of each half
+    const auto number = [&](uint32_t upper, int half) {  // decodes the upper byte of each half
       const uint32_t magnitude =
           std::is_same_v<T, __half> ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0;
       return multiply<T>(ptx::masked_or(upper, 0x80008000, magnitude), scales[half]);

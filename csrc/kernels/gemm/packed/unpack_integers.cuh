@@ -181,7 +181,7 @@ struct Int8 : IntegerScales<Zeros::kByForm, 4> {
   template <typename T>
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint2 codes, const Tile<T>& tile,
                                                 int) {
-    const auto number = [&](uint32_t lower, int half) {  // of the lower byte of each half
+    const auto number = [&](uint32_t lower, int half) {  // decodes the lower byte of each half
       if constexpr (std::is_same_v<T, __half>) {
         const uint32_t biased = ptx::masked_or(lower, 0x00FF00FF, 0x64006400);
         return bits_of(__hsub2(as_half2(biased), as_half2(tile.zeros[half])));
