@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from cpmcu.checks import one_line, shown
 from cpmcu.grammar import Grammar
+from cpmcu.serving import structural_tag
 from cpmcu.serving.errors import ApiError, refused
 
 # Last part of vLLM's field names (guided_json, structured_outputs.json) -> constructor.
@@ -20,6 +21,7 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "grammar": Grammar.lark,
     "json_object": lambda _: Grammar.json_object(),
     "gbnf": lambda text: Grammar.lark(_from_gbnf(text)),
+    "structural_tag": lambda tag: structural_tag.to_grammar(tag, KINDS["gbnf"]),
 }
 # Fields of requests -> kind: vLLM's, llama.cpp's and SGLang's.
 FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
@@ -33,7 +35,11 @@ FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramma
 class AnswerFormat(Protocol):
     """A request's response_format."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+
+    @property
+    def structural_tag(self) -> dict[str, Any] | None:
+        """The structural tag, if this is one."""
 
     @property
     def schema_given(self) -> dict[str, Any] | bool | None:
@@ -79,6 +85,9 @@ def from_response_format(
     if value is None:
         return None
     value.check_extra()
+    tag = value.structural_tag
+    if tag is not None:
+        return make(param, KINDS["structural_tag"], tag)
     schema = value.schema_given
     if value.type == "text":
         if schema is not None:

@@ -483,3 +483,45 @@ def test_an_output_ends_with_a_match_of_stop_regex(server, path):
     hostile = {"stop_regex": "(?s:.{1,200}){1,200}zz", "max_tokens": 400, "ignore_eos": True}
     error = error_of(server.post(path, {**body, **hostile}), 400)
     assert "too complex" in error["message"]
+
+
+CONST = {"type": "const_string", "value": "The capital of France is Berlin."}
+CALL = {"begin": "<f=a>", "schema": {"type": "boolean"}, "end": "</f>"}
+FORCED = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [{**CALL, "content": {"type": "json_schema", "json_schema": {"type": "boolean"}}}],
+    "at_least_one": True,
+    "stop_after_first": True,
+}
+BOOLEANS = {"<f=a>true</f>", "<f=a>false</f>"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_structural_tags(server, path):
+    body = {**TEXT, "max_tokens": 60}
+    if path == CHAT:
+        body = {**HELLO, "max_tokens": 60, "temperature": 0}
+
+    def answer(**fields):
+        reply = server.post(path, {**body, **fields})
+        assert reply.status_code == 200, reply.text
+        choice = reply.json()["choices"][0]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+    def tag(**fields):
+        return {"type": "structural_tag", **fields}
+
+    assert answer(response_format=tag(format=CONST)) == CONST["value"]
+    assert answer(response_format=tag(format=FORCED)) in BOOLEANS
+    for given in (tag(format=FORCED), json.dumps(tag(format=FORCED))):
+        assert answer(structured_outputs={"structural_tag": given}) in BOOLEANS
+    old = tag(structures=[CALL], triggers=["<f="])
+    assert answer(response_format=old) == answer()  # no tag begins in the text
+    for wrong, param in (
+        ({"response_format": tag()}, "response_format"),
+        ({"response_format": tag(format={"type": "audio"})}, "response_format"),
+        ({"response_format": tag(structures=[CALL])}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+    ):
+        assert error_of(server.post(path, {**body, **wrong}), 400)["param"] == param

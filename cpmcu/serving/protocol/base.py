@@ -160,11 +160,23 @@ class JsonSchema(RequestModel):
 class ResponseFormat(RequestModel):
     """OpenAI's format of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(
         None, alias="schema", description="The schema, in llama.cpp's place"
     )
+
+    format: dict[str, Any] | None = None  # of a structural tag; its older form has the next two
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
+
+    @property
+    def structural_tag(self) -> dict[str, Any] | None:
+        """The structural tag, if this is one."""
+        if self.type != "structural_tag":
+            return None
+        names = ("format", "structures", "triggers")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def schema_given(self) -> dict[str, Any] | bool | None:
@@ -181,11 +193,13 @@ class StructuredOutputs(RequestModel):
     choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Maps each kind of grammar to its source; None if the request does not use that kind."""
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
+        found["structural_tag"] = self.structural_tag
         return found | {"json_object": self.json_object or None}
 
 

@@ -1,0 +1,305 @@
+"""Structural tags: formats of text and tags, as XGrammar describes them, become grammars.
+
+vLLM and SGLang take a structural tag as a `response_format`, in one of two forms: `format` (a
+format, see `_Builder`), or the older `structures` with `triggers`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cpmcu.checks import shown
+from cpmcu.grammar import Grammar
+
+MAX_FORMATS = 1024  # of a structural tag
+MAX_DEPTH = 32
+MAX_TAGS = 512
+
+Object = Mapping[str, Any]
+Ends = tuple[str, ...]  # one of these texts follows; none: nothing follows
+
+
+def to_grammar(value: Any, gbnf: Callable[[str], Grammar]) -> Grammar:
+    """Returns the grammar of a structural tag. Raises ValueError.
+
+    `value`: the object, or its text. `gbnf` makes the grammar of a text in GBNF.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a structural tag is not valid JSON ({error})") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a structural tag is {shown(value)}, but must be an object")
+    kind = value.get("type", "structural_tag")
+    if kind != "structural_tag":
+        raise ValueError(f"the type of a structural tag is {shown(kind)}")
+    builder = _Builder(gbnf)
+    return builder.grammar(_triggered(value) if "structures" in value else _member(value, "format"))
+
+
+def _triggered(value: Object) -> Object:
+    """The older form as a format."""
+    tags = [
+        {
+            "begin": _text(structure, "begin"),
+            "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+            "end": _text(structure, "end"),
+        }
+        for structure in _objects(value, "structures")
+    ]
+    return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+
+
+class _Builder:
+    """Writes a Lark grammar, one expression for each format.
+
+    An expression includes the text that ends it, `ends`. The terminals of free text exclude the
+    triggers and ends, so free text ends at the first of them.
+    """
+
+    def __init__(self, gbnf: Callable[[str], Grammar]) -> None:
+        self._gbnf = gbnf
+        self._lines: list[str] = []
+        self._parts: dict[str, Grammar] = {}
+        self._formats = 0
+        self._depth = 0
+
+    def grammar(self, form: Object) -> Grammar:
+        start = "\n".join([f"start: {self._expression(form, ())}", *self._lines])
+        return Grammar.composed(start, self._parts) if self._parts else Grammar.lark(start)
+
+    def _expression(self, form: Object, ends: Ends) -> str:
+        makers: dict[str, Callable[[Object, Ends], str]] = {
+            "const_string": self._const,
+            "json_schema": self._schema,
+            "regex": self._regex,
+            "grammar": self._ebnf,
+            "any_text": self._any,
+            "sequence": self._sequence,
+            "or": self._or,
+            "tag": self._tag,
+            "triggered_tags": self._triggered_tags,
+            "tags_with_separator": self._tags_with_separator,
+        }
+        kind = form.get("type")
+        if kind not in makers:
+            raise ValueError(
+                f"the type of a format is {shown(kind)}, but must be one of {', '.join(makers)}"
+            )
+        self._formats += 1
+        self._depth += 1
+        if self._formats > MAX_FORMATS or self._depth > MAX_DEPTH:
+            raise ValueError(
+                f"a structural tag may have at most {MAX_FORMATS} formats, within each other at "
+                f"most {MAX_DEPTH}"
+            )
+        found = makers[kind](form, ends)
+        self._depth -= 1
+        return found
+
+    # ---- formats
+
+    def _const(self, form: Object, ends: Ends) -> str:
+        return _then(_literal(_text(form, "value")), ends)
+
+    def _schema(self, form: Object, ends: Ends) -> str:
+        schema = form.get("json_schema")
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"json_schema is {shown(schema)}, but must be a schema")
+        return _then(self._part(Grammar.json_schema(schema)), ends)
+
+    def _regex(self, form: Object, ends: Ends) -> str:
+        # The ends are part of the pattern: a terminal of its own would be as long as it can.
+        return self._part(Grammar.regex(f"(?:{_text(form, 'pattern')}){_any_of(ends)}"))
+
+    def _ebnf(self, form: Object, ends: Ends) -> str:
+        return _then(self._part(self._gbnf(_text(form, "grammar"))), ends)
+
+    def _any(self, form: Object, ends: Ends) -> str:
+        return self._free(_excluded(form), ends)
+
+    def _sequence(self, form: Object, ends: Ends) -> str:
+        elements = _objects(form, "elements")
+        for element in elements[:-1]:
+            if _is_open(element):
+                raise ValueError(
+                    f"an element of type {element['type']} has no end: it must be the last of a "
+                    "sequence, or the content of a tag"
+                )
+        *first, last = elements
+        return " ".join(
+            [*(self._expression(each, ()) for each in first), self._expression(last, ends)]
+        )
+
+    def _or(self, form: Object, ends: Ends) -> str:
+        return _one_of([self._expression(each, ends) for each in _objects(form, "elements")])
+
+    def _tag(self, form: Object, ends: Ends) -> str:
+        return self._tag_after(form, "", ends)
+
+    def _triggered_tags(self, form: Object, ends: Ends) -> str:
+        triggers = _texts(form, "triggers")
+        tags = _objects(form, "tags")
+        excluded = _excluded(form)
+        first = self._rule(_one_of([self._tag_after(tag, "", ()) for tag in tags]))
+        later = []
+        for trigger in triggers:
+            mine = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
+            if mine:
+                banned = _any_of((*triggers, *excluded, *ends))
+                text = f"/(?s:.*){_escaped(trigger)}/ & ~/(?s:.*){banned}(?s:.+)/"
+                rest = _one_of([self._tag_after(tag, trigger, ()) for tag in mine])
+                later.append(f"{self._terminal(text)} {rest}")
+        for tag in tags:
+            if sum(_text(tag, "begin").startswith(trigger) for trigger in triggers) != 1:
+                raise ValueError(
+                    f"a tag begins with {shown(tag['begin'])}, but must begin with exactly one of "
+                    "the triggers"
+                )
+        next_tag = self._rule(_one_of(later))
+        last = self._free((*triggers, *excluded), ends)
+        at_least_one = _flag(form, "at_least_one")
+        if _flag(form, "stop_after_first"):
+            if at_least_one:
+                return _then(first, ends)
+            return f"({_then(next_tag, ends)} | {last})"
+        return f"{first} {next_tag}* {last}" if at_least_one else f"{next_tag}* {last}"
+
+    def _tags_with_separator(self, form: Object, ends: Ends) -> str:
+        tag = self._rule(_one_of([self._tag_after(tag, "", ()) for tag in _objects(form, "tags")]))
+        separator = form.get("separator", "")
+        if not isinstance(separator, str):
+            raise ValueError(f"separator is {shown(separator)}, but must be a text")
+        more = "" if _flag(form, "stop_after_first") else f" ({_literal(separator)} {tag})*"
+        some = f"{tag}{more}"
+        return _then(some if _flag(form, "at_least_one") else f"({some})?", ends)
+
+    # ---- parts of an expression
+
+    def _tag_after(self, tag: Object, trigger: str, ends: Ends) -> str:
+        """A tag without `trigger` at its beginning, which the text has."""
+        begin = _text(tag, "begin", empty=True).removeprefix(trigger)
+        found = tag.get("end")
+        closing = (
+            tuple(_texts(tag, "end", empty=True))
+            if isinstance(found, list)
+            else (_text(tag, "end", empty=True),)
+        )
+        content = _member(tag, "content")
+        if "" in closing:  # the content has an end of its own
+            if _is_open(content) and not ends:
+                raise ValueError("a tag without an end has content without an end")
+            return f"{_literal(begin)} {self._expression(content, ends)}"
+        return _then(f"{_literal(begin)} {self._expression(content, closing)}", ends)
+
+    def _free(self, excluded: Sequence[str], ends: Ends) -> str:
+        """Any text without those of `excluded`, up to and with the first of `ends`."""
+        banned = [f"/(?s:.*){_any_of(excluded)}(?s:.*)/"] if excluded else []
+        if ends:
+            banned.append(f"/(?s:.*){_any_of(ends)}(?s:.+)/")
+        text = f"/(?s:.*){_any_of(ends)}/" if ends else "/(?s:.+)/"
+        found = self._terminal(" & ~".join([text, *banned]))
+        return found if ends else f"{found}?"
+
+    def _part(self, grammar: Grammar) -> str:
+        label = f"part_{len(self._parts)}"
+        self._parts[label] = grammar
+        return f"@{label}"
+
+    def _rule(self, expression: str) -> str:
+        return self._define(f"rule_{len(self._lines)}", expression)
+
+    def _terminal(self, expression: str) -> str:
+        return self._define(f"TEXT_{len(self._lines)}", expression)
+
+    def _define(self, name: str, expression: str) -> str:
+        self._lines.append(f"{name}: {expression}")
+        return name
+
+
+def _is_open(form: Object) -> bool:
+    """Can any text follow text of this format, as far as the format is concerned?"""
+    kind = form.get("type")
+    if kind in ("sequence", "or"):
+        elements = _objects(form, "elements")
+        return any(map(_is_open, elements[-1:] if kind == "sequence" else elements))
+    if kind == "tag":
+        return form.get("end") in ("", [""]) and _is_open(_member(form, "content"))
+    if kind == "triggered_tags":
+        return not (_flag(form, "stop_after_first") and _flag(form, "at_least_one"))
+    return kind == "any_text"
+
+
+def _excluded(form: Object) -> list[str]:
+    names = [name for name in ("excludes", "excluded_str", "excluded_strs") if form.get(name)]
+    return [text for name in names for text in _texts(form, name)]
+
+
+def _then(expression: str, ends: Ends) -> str:
+    return f"{expression} {_one_of([_literal(end) for end in ends])}" if ends else expression
+
+
+def _one_of(expressions: Sequence[str]) -> str:
+    return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of one of several texts, or of no text."""
+    return f"({'|'.join(map(_escaped, texts))})" if texts else ""
+
+
+def _escaped(text: str) -> str:
+    """A pattern of a text."""
+    return "".join(
+        each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text
+    )
+
+
+# ---- members of objects, which raise ValueError
+
+
+def _member(form: Object, name: str) -> Object:
+    found = form.get(name)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} is {shown(found)}, but must be an object")
+    return found
+
+
+def _objects(form: Object, name: str) -> list[Object]:
+    found = form.get(name)
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_TAGS:
+        raise ValueError(f"{name} is {shown(found)}, but must be a list of 1 to {MAX_TAGS} objects")
+    for each in found:
+        if not isinstance(each, Mapping):
+            raise ValueError(f"{name} holds {shown(each)}, but must hold objects")
+    return found
+
+
+def _text(form: Object, name: str, *, empty: bool = False) -> str:
+    found = form.get(name)
+    if not isinstance(found, str) or (not found and not empty):
+        raise ValueError(f"{name} is {shown(found)}, but must be a text")
+    if any("\ud800" <= each <= "\udfff" for each in found):
+        raise ValueError(f"{name} holds half of a surrogate pair")
+    return found
+
+
+def _texts(form: Object, name: str, *, empty: bool = False) -> list[str]:
+    found = form.get(name)
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_TAGS:
+        raise ValueError(f"{name} is {shown(found)}, but must be a list of 1 to {MAX_TAGS} texts")
+    return [_text({name: each}, name, empty=empty) for each in found]
+
+
+def _flag(form: Object, name: str) -> bool:
+    found = form.get(name, False)
+    if not isinstance(found, bool):
+        raise ValueError(f"{name} is {shown(found)}, but must be true or false")
+    return found
