@@ -14,6 +14,7 @@ from cpmcu.loading.loader import load_model
 from tests.engine.drafted import COUNT, PROMPTS, SAMPLINGS, TREES, VOCAB, Drive
 from tests.engine.harness import SMALL
 from tests.engine.prefix import Job, running
+from tests.missing import missing
 from tests.reference.engines import extension_or_skip
 from tests.reference.hf_model import hf_model
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_safetensors, write_tiny
@@ -47,6 +48,9 @@ def sharing_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
+    if not hasattr(Gemma4TextConfig, "kv_sharing_modes"):
+        missing("Gemma 4's assistants need transformers 5.24 or later")
+
     def modes(config: Any) -> list[str | None]:
         num_layers = config.num_hidden_layers
         first = num_layers - config.num_kv_shared_layers
@@ -56,7 +60,7 @@ def sharing_modes(monkeypatch: pytest.MonkeyPatch) -> None:
             found[last] = "store"
         return found
 
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes), raising=False)
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
 
 
 def assistant(target: TinyCheckpoint, **keys: Any) -> Any:
