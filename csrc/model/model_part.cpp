@@ -16,6 +16,9 @@ constexpr std::array<std::string_view, 8> kKinds{"attention", "sparse_attention"
                                                  "moe",       "mlp_and_experts",  "gated_delta_net",
                                                  "mamba2",    "short_conv"};
 
+// Blocks that each rank has as a whole. They write no parts, so nothing is summed.
+constexpr std::array<std::string_view, 2> kWholeKinds{"per_layer_embedding", "per_layer_input"};
+
 constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
 
 class Divider {
@@ -77,6 +80,7 @@ class Divider {
 
   BlockSpec block(const BlockSpec& block, int layer) const {
     const std::string name = "model.layers." + std::to_string(layer) + ".";
+    if (std::ranges::find(kWholeKinds, block.kind) != kWholeKinds.end()) return block;
     CHECK(std::ranges::find(kKinds, block.kind) != kKinds.end(),
           "tensor_parallel_size is {}, but layer {} has a block of kind {}, which runs on one GPU; "
           "expected tensor_parallel_size 1",

@@ -8,7 +8,8 @@
 //   gated delta net        key heads with their value heads; out_proj as o
 //   Mamba-2                groups with their heads; out_proj as o
 //   short convolution      channels; out_proj as o
-//   embedding, norms       each rank has all of them
+//   embedding, norms,      each rank has all of them
+//   embeddings of layers
 //   head                   each rank has all rows. If the head is dense, a rank multiplies its own
 //                          rows, and the logits are gathered
 //

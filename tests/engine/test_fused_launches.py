@@ -52,3 +52,22 @@ def test_sparse_attention_combines_its_own_splits(tmp_path: Path) -> None:
     ids = random_ids(400, VOCAB)
     expected = generate(engine, ids, 20)
     assert generate(fused(engine), ids, 20) == expected
+
+
+CUT: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "gemma4": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_fused_launches_of_two_ranks(tmp_path: Path, family: str) -> None:
+    """Ops that a rank runs as a whole stand between sums over ranks."""
+    engine = Models(tmp_path, "cpu", num_ranks=2, **CUT[family]).engine(family, None)
+    ids = random_ids(70, VOCAB)
+    expected = generate(engine, ids, 30)
+    assert generate(fused(engine), ids, 30) == expected

@@ -305,14 +305,6 @@ def test_heads_that_cannot_be_divided(
         models.engine("llama", None)
 
 
-def test_blocks_that_cannot_be_divided(tmp_path: Path) -> None:
-    kinds = ["sliding_attention", "full_attention"] * 2
-    changes = {"layer_types": kinds, "num_hidden_layers": 4, "hidden_size_per_layer_input": 16}
-    models = Models(tmp_path, "cpu", num_ranks=2, **changes)
-    with pytest.raises(ValueError, match="layer 0 has a block of kind per_layer_embedding, which"):
-        models.engine("gemma4", None)
-
-
 def test_groups_that_cannot_be_divided(tmp_path: Path) -> None:
     models = Models(tmp_path, "cpu", num_ranks=2, intermediate_size=128)
     with pytest.raises(ValueError, match="down_proj has 64 inputs for each GPU, expected a mult"):

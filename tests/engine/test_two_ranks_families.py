@@ -43,6 +43,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    # The second half of the layers reads the keys of the first.
+    "gemma4 with embeddings of each layer": (
+        "gemma4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3 with one key head": ("olmo3", {"num_hidden_layers": 4, "num_key_value_heads": 1}),
     "nemotron_h without experts": (
@@ -188,7 +198,9 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
             assert job.request.cached_tokens == cached
 
 
-@pytest.mark.parametrize("name", ["lfm3", "nemotron_h", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["lfm3", "nemotron_h", "olmo2", "gemma4 with embeddings of each layer"]
+)
 def test_preemption(name: str, device: str, tmp_path: Path) -> None:
     models, family = models_of(name, tmp_path, device)
     engine, _ = engine_of(models, family, "ngram")

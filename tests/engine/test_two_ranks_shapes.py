@@ -55,6 +55,18 @@ def test_published_shapes(preset: str, form: str) -> None:
         plan(preset, form, tensor_parallel_size=2)
 
 
+def test_blocks_that_cannot_be_divided() -> None:
+    stated = PRESETS["llama3.3-70b"].config
+    fields = find_model(stated).build(stated, BuildOptions(has_lm_head=True)).to_kwargs()
+    layer = [("attention", {}), ("block_of_a_plugin", {})]
+    fields["layers"] = [layer] * fields["num_hidden_layers"]
+    settings = EngineConfig(device="cpu", max_model_len=1024, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="layer 0 has a block of kind block_of_a_plugin, which"):
+        C.Engine.planned_model_len(
+            C.ModelSpec(**fields, dtype="bfloat16"), runtime_config(settings, "cpu")
+        )
+
+
 @pytest.mark.parametrize("preset", ["gpt-oss-20b", "nemotron-3-nano"])
 def test_experts_with_larger_groups(preset: str) -> None:
     with pytest.raises(ValueError, match=r"down_proj has \d+ inputs for each GPU, expected a mul"):
