@@ -235,6 +235,30 @@ def test_structured_output(server, scripted):
     assert error["param"] == "text.format"
 
 
+def test_the_raw_messages_are_given_if_asked_for(server):
+    """The ended response has both sides as the model has them, streamed, stored or in one piece."""
+    body = {"input": "Hello?", "max_output_tokens": 8, "temperature": 0}
+    wanted = {**body, "enable_response_messages": True}
+    found = server.post("/v1/responses", wanted).json()
+    (prompt,), (output,) = found["input_messages"], found["output_messages"]
+    assert prompt["type"] == output["type"] == "raw_message_tokens"
+    assert "Hello?" in prompt["message"] and found["output"][0]["content"][0]["text"]
+    assert output["message"] == found["output"][0]["content"][0]["text"]
+    for side, kind in ((prompt, "input_tokens"), (output, "output_tokens")):
+        assert len(side["tokens"]) == found["usage"][kind]
+        text = server.post("/detokenize", {"tokens": side["tokens"]}).json()["prompt"]
+        assert text == side["message"]
+    stored = server.get(f"/v1/responses/{found['id']}").json()
+    assert stored["output_messages"] == [output]
+    lines = server.post("/v1/responses", {**wanted, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    last = [event["response"] for event in events if "response" in event]
+    assert last[-1]["input_messages"] == [prompt] and last[-1]["output_messages"] == [output]
+    assert "input_messages" not in last[0]
+    plain = server.post("/v1/responses", body).json()
+    assert "input_messages" not in plain and "output_messages" not in plain
+
+
 def test_metrics_are_given_if_asked_for(scripted):
     reply = ask(scripted, "story", extra_body={"return_metrics": True})
     assert reply.metrics["speculative_decoding"]["draft_acceptance_rate"] > 0.9

@@ -96,6 +96,14 @@ class IncompleteDetails(ApiModel):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(ApiModel):
+    """vLLM's prompt or output as the model has it, special tokens included."""
+
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(ApiModel):
     """A response."""
 
@@ -132,6 +140,8 @@ class ResponseObject(ApiModel):
     truncation: Literal["disabled"] = "disabled"
     user: str | None
     metrics: dict[str, Any] = {}
+    input_messages: list[RawMessage] = []
+    output_messages: list[RawMessage] = []
 
 
 class DeletedResponse(ApiModel):

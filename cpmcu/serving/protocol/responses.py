@@ -180,6 +180,9 @@ class ResponsesRequest(SamplingRequest):
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
+    enable_response_messages: bool | None = Field(
+        False, description="vLLM's: the ended response has the texts and tokens of both sides"
+    )
     timings_per_token: bool = Field(False, description="Add llama.cpp's `timings` to events")
     return_progress: bool = Field(
         False, description="In a stream: send `prompt_progress` during prefill"

@@ -59,6 +59,7 @@ class ResponseRun:
         self._number = 0  # of the next event
         wanted = body.return_metrics
         self._wants_metrics = service.config.return_metrics if wanted is None else wanted
+        self._tokenizer = service.model.llm.tokenizer
         self._frame = self._fixed(service)
         self._task: asyncio.Task[None] | None = None
 
@@ -190,8 +191,23 @@ class ResponseRun:
         if self._wants_metrics and request.finish is not None:
             found["metrics"] = metrics_of([request.output()])
         if not running:
+            if self._body.enable_response_messages:
+                found |= self._messages()
             self._final = found
         return found
+
+    def _messages(self) -> dict[str, Any]:
+        """The prompt and the output as the model has them, as vLLM returns them on request."""
+        prompt, tokens = self.generation.prompts[0], self.generation.requests[0].output_tokens
+        said = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        sides = {
+            "input_messages": (self._job.prompt, prompt),
+            "output_messages": (said, tokens),
+        }
+        return {
+            name: [{"type": "raw_message_tokens", "message": text, "tokens": list(ids)}]
+            for name, (text, ids) in sides.items()
+        }
 
     def _timings(self) -> dict[str, Any]:
         """Returns llama.cpp's member of an event, as requested."""
