@@ -1,7 +1,8 @@
 // Mamba-2, the recurrent layers of Nemotron-H and Granite 4: "mamba2".
 //
 // Parameters: num_heads, head_dim, num_groups, state_size, conv_kernel (4), conv_bias (true), and
-// the bounds min_step (0) and max_step (none) of a token's step.
+// the bounds min_step (0) and max_step (none) of a token's step. model_part.h sets `is_whole` for a
+// rank of several that has all heads. Such a block has no part to sum.
 #include "kernels/mamba2/mamba2.h"
 
 #include "kernels/layer/gated_norm.h"
@@ -13,8 +14,9 @@ namespace cpmcu {
 namespace {
 
 MambaShape shape_of(const Params& params) {
-  params.check_known("a mamba2 block", {"num_heads", "head_dim", "num_groups", "state_size",
-                                        "conv_kernel", "conv_bias", "min_step", "max_step"});
+  params.check_known("a mamba2 block",
+                     {"num_heads", "head_dim", "num_groups", "state_size", "conv_kernel",
+                      "conv_bias", "min_step", "max_step", "is_whole"});
   const MambaShape shape{.num_heads = params.integer("num_heads", 0),
                          .head_dim = params.integer("head_dim", 0),
                          .num_groups = params.integer("num_groups", 0),
@@ -39,6 +41,7 @@ class Mamba2Block : public Block {
         has_bias_(config.params.flag("conv_bias", true)),
         min_step_(config.params.number("min_step", 0)),
         max_step_(config.params.number("max_step", std::numeric_limits<float>::infinity())),
+        is_whole_(config.params.flag("is_whole", false)),
         norm_name_(config.prefix + "input_layernorm"),
         module_(config.prefix + "mamba."),
         phase_(config.phase),
@@ -200,7 +203,13 @@ class Mamba2Block : public Block {
                            .eps = spec_.rms_norm_eps});
         },
         norm_.num_bytes());
-    ops.add_linear(module_ + "out_proj", *out_, hidden, out, spec_.residual_scale, adds_);
+    if (!is_whole_) {
+      ops.add_linear(module_ + "out_proj", *out_, hidden, out, spec_.residual_scale, adds_);
+    } else if (adds_) {
+      ops.accumulate(module_ + "out_proj", *out_, hidden, out, spec_.residual_scale);
+    } else {
+      ops.linear(module_ + "out_proj", *out_, hidden, out, spec_.residual_scale);
+    }
   }
 
  private:
@@ -214,6 +223,7 @@ class Mamba2Block : public Block {
   int kernel_size_;
   bool has_bias_;
   float min_step_, max_step_;
+  bool is_whole_;
   std::string norm_name_, module_;
   Timeline phase_;
   bool adds_;  // see BlockConfig

@@ -159,14 +159,15 @@ class Divider {
     return block;
   }
 
-  // Divides groups with their heads. The norm is over each group by itself.
+  // Divides groups with their heads. The norm is over each group by itself. If ranks had to share a
+  // group, each rank has the whole block.
   BlockSpec mamba2(BlockSpec block, const std::string& module) const {
     const int num_heads = block.params.integer("num_heads", 0);
     const int num_groups = block.params.integer("num_groups", 0);
-    CHECK(num_groups % num_ranks_ == 0,
-          "tensor_parallel_size is {}, but {}norm is over {} groups of heads, which runs on one "
-          "GPU; expected tensor_parallel_size 1 or a multiple of it",
-          num_ranks_, module, num_groups);
+    if (num_groups % num_ranks_ != 0) {
+      block.params.set("is_whole", true);
+      return block;
+    }
     CHECK(num_heads % (8 * num_ranks_) == 0,
           "tensor_parallel_size is {}, but {}num_heads is {}, expected a multiple of {}",
           num_ranks_, module, num_heads, 8 * num_ranks_);

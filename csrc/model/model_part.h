@@ -6,7 +6,8 @@
 //   o, down                columns of W; their results are summed over the ranks (kernels/ranks)
 //   experts                each expert as gate, up and down; each rank has the whole router
 //   gated delta net        key heads with their value heads; out_proj as o
-//   Mamba-2                groups with their heads; out_proj as o
+//   Mamba-2                groups with their heads; out_proj as o. If the ranks do not divide the
+//                          groups, each rank has the whole block
 //   short convolution      channels; out_proj as o
 //   embedding, norms,      each rank has all of them
 //   embeddings of layers

@@ -56,6 +56,11 @@ def test_sparse_attention_combines_its_own_splits(tmp_path: Path) -> None:
 
 CUT: dict[str, dict[str, Any]] = {
     "olmo2": {},
+    "granitehybrid": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 64,
+    },
     "gemma4": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -53,6 +53,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 2,
         },
     ),
+    # One group of heads.
+    "granite4 with mamba": (
+        "granitehybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "intermediate_size": 48,
+            "shared_intermediate_size": 64,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3 with one key head": ("olmo3", {"num_hidden_layers": 4, "num_key_value_heads": 1}),
     "nemotron_h without experts": (
@@ -140,6 +150,33 @@ def test_norms_over_heads_of_all_ranks(num_ranks: int, device: str, tmp_path: Pa
     assert of_rank == of_one
 
 
+def test_mamba_with_fewer_groups_than_ranks(device: str, tmp_path: Path) -> None:
+    """Two ranks divide two groups. Each of four ranks has all of them."""
+    if device == "cuda" and C.device_count() < 4:
+        pytest.skip("too few GPUs")
+    _, changes = CASES["nemotron_h without experts"]
+    models = Models(tmp_path, device, **{**changes, "n_groups": 2})
+    engines = {
+        ranks: models.engine("nemotron", None, tensor_parallel_size=ranks) for ranks in (1, 2, 4)
+    }
+    logits = {ranks: prompt_logits(engine, PROMPTS[5]) for ranks, engine in engines.items()}
+    tolerance = 2e-5 if device == "cpu" else 0.05
+    for ranks in (2, 4):
+        error = np.abs(logits[ranks] - logits[1]).max()
+        assert 0 < error < tolerance * np.abs(logits[1]).max()
+    (one, two, four) = (
+        {
+            row["name"]: row["bytes"]
+            for row in engine.memory_plan(0)
+            if row["name"] in ("model.layers.0.mamba.in_proj", "model.layers.0.mamba.state")
+        }
+        for engine in engines.values()
+    )
+    assert len(one) == 2
+    assert two == {name: size // 2 for name, size in one.items()}
+    assert four == one
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -199,7 +236,8 @@ def test_tokens(name: str, device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm3", "nemotron_h", "olmo2", "gemma4 with embeddings of each layer"]
+    "name",
+    ["lfm3", "nemotron_h", "olmo2", "granite4 with mamba", "gemma4 with embeddings of each layer"],
 )
 def test_preemption(name: str, device: str, tmp_path: Path) -> None:
     models, family = models_of(name, tmp_path, device)
