@@ -138,27 +138,31 @@ class _Builder:
         return _one_of([self._expression(each, ends) for each in _objects(form, "elements")])
 
     def _tag(self, form: Object, ends: Ends) -> str:
-        return self._tag_after(form, "", ends)
+        return f"{_literal(_begin(form))} {self._after_begin(form, ends)}"
 
     def _triggered_tags(self, form: Object, ends: Ends) -> str:
         triggers = _texts(form, "triggers")
-        tags = _objects(form, "tags")
+        tags = [(_begin(tag), tag) for tag in _objects(form, "tags")]
+        for begin, _ in tags:
+            if sum(begin.startswith(trigger) for trigger in triggers) != 1:
+                raise ValueError(
+                    f"a tag begins with {shown(begin)}, but must begin with exactly one of the "
+                    "triggers"
+                )
         excluded = _excluded(form)
-        first = self._rule(_one_of([self._tag_after(tag, "", ()) for tag in tags]))
+        rests = [(begin, self._rule(self._after_begin(tag, ()))) for begin, tag in tags]
+        banned = _any_of((*triggers, *excluded, *ends))
         later = []
         for trigger in triggers:
-            mine = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
+            mine = [
+                f"{_literal(begin.removeprefix(trigger))} {rest}"
+                for begin, rest in rests
+                if begin.startswith(trigger)
+            ]
             if mine:
-                banned = _any_of((*triggers, *excluded, *ends))
                 text = f"/(?s:.*){_escaped(trigger)}/ & ~/(?s:.*){banned}(?s:.+)/"
-                rest = _one_of([self._tag_after(tag, trigger, ()) for tag in mine])
-                later.append(f"{self._terminal(text)} {rest}")
-        for tag in tags:
-            if sum(_text(tag, "begin").startswith(trigger) for trigger in triggers) != 1:
-                raise ValueError(
-                    f"a tag begins with {shown(tag['begin'])}, but must begin with exactly one of "
-                    "the triggers"
-                )
+                later.append(f"{self._terminal(text)} {_one_of(mine)}")
+        first = _one_of([f"{_literal(begin)} {rest}" for begin, rest in rests])
         next_tag = self._rule(_one_of(later))
         last = self._free((*triggers, *excluded), ends)
         at_least_one = _flag(form, "at_least_one")
@@ -169,7 +173,7 @@ class _Builder:
         return f"{first} {next_tag}* {last}" if at_least_one else f"{next_tag}* {last}"
 
     def _tags_with_separator(self, form: Object, ends: Ends) -> str:
-        tag = self._rule(_one_of([self._tag_after(tag, "", ()) for tag in _objects(form, "tags")]))
+        tag = self._rule(_one_of([self._tag(tag, ()) for tag in _objects(form, "tags")]))
         separator = form.get("separator", "")
         if not isinstance(separator, str):
             raise ValueError(f"separator is {shown(separator)}, but must be a text")
@@ -179,21 +183,18 @@ class _Builder:
 
     # ---- parts of an expression
 
-    def _tag_after(self, tag: Object, trigger: str, ends: Ends) -> str:
-        """A tag without `trigger` at its beginning, which the text has."""
-        begin = _text(tag, "begin", empty=True).removeprefix(trigger)
-        found = tag.get("end")
-        closing = (
-            tuple(_texts(tag, "end", empty=True))
-            if isinstance(found, list)
-            else (_text(tag, "end", empty=True),)
-        )
+    def _after_begin(self, tag: Object, ends: Ends) -> str:
+        """What follows the beginning of a tag."""
+        if isinstance(tag.get("end"), list):
+            closing = tuple(_texts(tag, "end", empty=True))
+        else:
+            closing = (_text(tag, "end", empty=True),)
         content = _member(tag, "content")
         if "" in closing:  # the content has an end of its own
             if _is_open(content) and not ends:
                 raise ValueError("a tag without an end has content without an end")
-            return f"{_literal(begin)} {self._expression(content, ends)}"
-        return _then(f"{_literal(begin)} {self._expression(content, closing)}", ends)
+            return self._expression(content, ends)
+        return _then(self._expression(content, closing), ends)
 
     def _free(self, excluded: Sequence[str], ends: Ends) -> str:
         """Any text without those of `excluded`, up to and with the first of `ends`."""
@@ -296,6 +297,10 @@ def _texts(form: Object, name: str, *, empty: bool = False) -> list[str]:
     if not isinstance(found, list) or not 0 < len(found) <= MAX_TAGS:
         raise ValueError(f"{name} is {shown(found)}, but must be a list of 1 to {MAX_TAGS} texts")
     return [_text({name: each}, name, empty=empty) for each in found]
+
+
+def _begin(tag: Object) -> str:
+    return _text(tag, "begin", empty=True)
 
 
 def _flag(form: Object, name: str) -> bool:

@@ -135,6 +135,16 @@ def test_wrong_formats(form, message):
     assert message in str(error.value) and error.value.status == 400
 
 
+def test_tags_within_tags_are_written_once(compiler):
+    """The time does not grow as a power of two with the depth."""
+    form = ANY
+    for _ in range(12):
+        form = {**CALLS, "at_least_one": True, "tags": [{**G, "content": form}]}
+    grammar = grammar_of(form)
+    assert len(grammar.source) < 5000
+    assert accepts(compiler, grammar, "<f=b>" * 12 + "x" + "</f>" * 12)
+
+
 @pytest.mark.parametrize("value", [5, "{", "5", {"type": "text"}, {}, {"structures": []}])
 def test_no_structural_tag(value):
     with pytest.raises(ValueError, match=r"must be|not valid JSON|is 'text'"):
