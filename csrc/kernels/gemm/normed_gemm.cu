@@ -3,8 +3,8 @@
 //
 // Roofline: W is read once, 2 N K bytes: 0.5 MB, 0.2 us at 3 TB/s. So latency decides.
 //
-// Schedule: a CTA has one row of W and up to kRows rows of x. With 16 rows of x in one CTA, which
-// reads one after the other, a launch took 16 us.
+// Schedule: a CTA has one row of W and up to kRows rows of x, one after the other. (With 16 rows of
+// x in a CTA, a launch took 16 us.)
 //   before pdl_wait   the row of W and the norm weights -> registers, multiplied in float32
 //   each row of x     a thread loads 8 elements at a time, adds x w and x^2; a warp adds its
 //                     lanes

@@ -146,9 +146,8 @@ struct E2m1 : GroupScales<4, 16> {
   // The exponent and mantissa of e2m1 are those of a float16 or bfloat16 number, shifted. Such a
   // number is 2^-14 or 2^-126 times as large; subnormal codes need no case of their own.
   //
-  // For bfloat16 one multiplication copies a code to the sign's place and to the mantissa's. It
-  // runs beside the logic operations, which limit this function, where two shifts would be two
-  // more.
+  // For bfloat16 one multiplication copies a code to the place of the sign and to that of the
+  // magnitude. Two shifts would take longer: they run where the logic operations run.
   template <typename T>
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
                                                 const Tile<T>& tile, int step) {
