@@ -127,7 +127,7 @@ def make_request(rng: random.Random, context: int) -> Kind:
     body = parameters(rng, context)
     length = int(2 ** rng.uniform(0, 6)) if rng.random() < 0.7 else rng.randrange(1, context - 200)
     if rng.random() < 0.03:
-        wrong = ({"temperature": -1}, {"max_tokens": "5"}, {"n": 0}, {"stop_regex": "x"})
+        wrong = ({"temperature": -1}, {"max_tokens": "5"}, {"n": 0}, {"stop_regex": "("})
         return "/v1/completions", body | {"prompt": "x", **rng.choice(wrong)}, 400
     if rng.random() < 0.02:
         return "/v1/completions", body | {"prompt": [7] * TOO_LONG}, 400
