@@ -264,11 +264,7 @@ class Request:
         if self.finish is not None or self.error is not None:
             return
         try:
-            self._last = when
-            if self.num_tokens:
-                self._decode_steps += 1
-            else:
-                self._first = when
+            self._count_step(when)
             self.num_tokens += 1
             text, stop = self._detokenizer.push((token,)), None
             if self._stop_strings.any:
@@ -307,11 +303,7 @@ class Request:
         logprobs: Callable[[], Sequence[TokenLogprobs]] | None,
         counted: tuple[int, int, tuple[int, int]] | None,
     ) -> None:
-        self._last = when
-        if self.num_tokens:
-            self._decode_steps += 1
-        else:
-            self._first = when
+        self._count_step(when)
         text, taken, last = "", 0, len(tokens)
         for token in tokens:
             taken += 1
@@ -327,6 +319,14 @@ class Request:
             self._acceptance.add(*counted)
         found = [] if logprobs is None else list(logprobs()[:taken])
         self._send(text, tokens if taken == last else tokens[:taken], found, finish)
+
+    def _count_step(self, when: float) -> None:
+        """Counts a step that emitted tokens, and ended at `when`. The first is no decode step."""
+        self._last = when
+        if self.num_tokens:
+            self._decode_steps += 1
+        else:
+            self._first = when
 
     def _show_end(self, reason: FinishReason) -> None:
         if not self.done:

@@ -190,6 +190,18 @@ def inputs(m: int, shape: tuple[int, ...], dtype: str) -> tuple[Floats, Floats]:
     return random_x(m, shape[0], dtype), residual
 
 
+def check_each(layer: Layer, m: int, shape: tuple[int, ...]) -> None:
+    """Launches the first GEMM, the first two, and so on, and compares the last y of each launch."""
+    x, residual = inputs(m, shape, layer.dtype)
+    start, residual_before = x, residual
+    for count, gemm in enumerate(layer.gemms, 1):
+        y = layer.run(start, residual_before, count)[-1]
+        assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][layer.dtype])
+        # The reference of the next GEMM starts from this result.
+        x = y if gemm.norm is None else norm_of(y, gemm.norm)
+        residual = y if gemm.beta else residual
+
+
 on_bits = pytest.mark.parametrize("bits", [4, 16])
 
 
@@ -202,14 +214,7 @@ def test_each_gemm(device: str, dtype: str, shape: tuple[int, ...], m: int, bits
         for_cuda_only(device, "more tiles than SMs")
     layer = Layer(shape, dtype, bits, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
     layer.put(device)
-    x, residual = inputs(m, shape, dtype)
-    start, residual_before = x, residual
-    for count, gemm in enumerate(layer.gemms, 1):
-        y = layer.run(start, residual_before, count)[-1]
-        assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][dtype])
-        # The reference of the next GEMM starts from this result.
-        x = y if gemm.norm is None else norm_of(y, gemm.norm)
-        residual = y if gemm.beta else residual
+    check_each(layer, m, shape)
 
 
 @on_devices_and_dtypes
@@ -260,13 +265,7 @@ def test_biases(device: str, dtype: str, bits: int, m: int) -> None:
         if not gemm.weights.gated:
             gemm.bias = rounded(rng.standard_normal(gemm.width), dtype)
     layer.put(device)
-    x, residual = inputs(m, shape, dtype)
-    start, residual_before = x, residual
-    for count, gemm in enumerate(layer.gemms, 1):
-        y = layer.run(start, residual_before, count)[-1]
-        assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][dtype])
-        x = y
-        residual = y if gemm.beta else residual
+    check_each(layer, m, shape)
 
 
 @on_devices_and_cuda_dtypes
