@@ -310,7 +310,7 @@ class SlotOutput:
         """Log-probabilities of `top_ids`."""
 
 class StepOutputs:
-    """What a step emitted for all of its sequences that still exist."""
+    """The results of a step, one for each sequence that was not released."""
 
     @property
     def slots(self) -> list[int]:

@@ -65,7 +65,7 @@ void bind_slot_outputs(py::module_& m) {
 
 void bind_step_outputs(py::module_& m) {
   py::class_<StepOutputs>(m, "StepOutputs",
-                          "What a step emitted for all of its sequences that still exist.")
+                          "The results of a step, one for each sequence that was not released.")
       .def_property_readonly(
           "slots",
           [](const StepOutputs& self) {

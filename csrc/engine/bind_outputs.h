@@ -9,7 +9,7 @@
 
 namespace cpmcu {
 
-// What a step emitted for all of its sequences that still exist.
+// The results of a step, one for each sequence that was not released meanwhile.
 struct StepOutputs {
   std::vector<Engine::SlotOutput> outputs{};
 };

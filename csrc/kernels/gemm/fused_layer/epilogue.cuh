@@ -6,7 +6,7 @@
 namespace cpmcu::cuda::fused {
 
 // An epilogue tile has two m16 tiles (16 rows of W each) and 8 rows of x. A lane has rows row and
-// row + 1 of x. Of both m16 tiles it has rows n, n + 8 of W, in the order of the weight blocks.
+// row + 1 of x. It has rows n and n + 8 of W of both m16 tiles, in the order of weight blocks.
 // Inputs other than sums (old y, norm weights, bias, angles) are loaded before x arrives.
 template <typename T, int kGroups>
 struct EpilogueTiles {
