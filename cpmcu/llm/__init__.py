@@ -371,6 +371,10 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises ValueError for a grammar that no output can have."""
+        self._start(grammar)
+
     def _start(self, grammar: Grammar | None) -> GrammarState | None:
         if grammar is None:
             return None

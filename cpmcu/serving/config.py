@@ -99,6 +99,11 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = option(
         False, "name the tokens of log-probabilities token_id:N, unless a request says otherwise"
     )
+    cut_max_tokens: bool = option(
+        False,
+        "answer a chat, completion or response whose max_tokens is above the context length, with "
+        "as many tokens as there is room for; default: refuse it, as OpenAI does",
+    )
     max_logprobs: int = option(
         MAX_LOGPROBS,
         f"most likeliest tokens that a request may ask for at a position; above {MAX_LOGPROBS}, "

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from cpmcu.checks import PromptTooLongError
 from cpmcu.serving.http.request_id import request_id
+from cpmcu.serving.validation_words import wanted
 
 CLIENT_LEFT = 499  # nginx's status for a request whose client disconnected
 
@@ -196,8 +197,11 @@ def _from_validation(error: RequestValidationError, content_type: str) -> ApiErr
         message = f"{param} is missing."
     elif forms:
         message = f"{param} is {found}, but must be {' or '.join(forms)}."
+    elif first["type"] == "missing":
+        message = f"{param} holds {found}, but has no {loc[-1]}."
     else:
-        message = f"{param} {'is' if path == loc else 'holds'} {found}, but {_wanted(first)}."
+        must = wanted(first["type"], first.get("ctx", {}))
+        message = f"{param} {'is' if path == loc else 'holds'} {found}, but {must}."
     return ApiError(400, message, param=param, code="invalid_value")
 
 
@@ -269,13 +273,6 @@ def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[s
             form = error["ctx"]["expected"] if literal else _FORMS.get(str(loc[len(path)]))
             forms += [form] if form is not None else []
     return list(dict.fromkeys(forms))
-
-
-def _wanted(error: Mapping[str, Any]) -> str:
-    """Returns pydantic's message from its verb on, with JSON's type names."""
-    message = str(error["msg"]).removeprefix("Value error, ")
-    message = re.sub("valid dictionary( or .*)?", "JSON object", message)
-    return re.sub(r"^\w+ should ", "must ", message).partition(" after validation")[0]
 
 
 def _shown(value: Any) -> str:

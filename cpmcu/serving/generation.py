@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cpmcu.checks import FieldError, PromptTooLongError
+from cpmcu.checks import FieldError, PromptTooLongError, shown
 from cpmcu.engine.request import Request
 from cpmcu.errors import OutputError
 from cpmcu.grammar import GrammarError
@@ -21,6 +21,7 @@ from cpmcu.serving.http.request_id import request_id
 if TYPE_CHECKING:
     from cpmcu.serving.metrics import Metrics
     from cpmcu.serving.model import Model
+    from cpmcu.serving.protocol.base import GenerationRequest
     from cpmcu.serving.waker import Waker
     from cpmcu.tokenizer import Tokenizer
 
@@ -218,6 +219,34 @@ class Generation:
         self.left -= 1
         if self.left == 0:
             self._service.done(self)
+
+
+def check_limits(body: GenerationRequest, context: int | None, name: str | None = None) -> None:
+    """Raises ApiError (400) if a request's `token_limit` is too small or too large.
+
+    At least: `min_tokens`. At most: `context`, the context length; None: a larger limit is cut, as
+    that of llama.cpp's `n_predict` always is. `name`: the client's name of `limit_field`.
+    """
+    limit = body.token_limit
+    if limit is None:
+        return
+    field = name or body.limit_field
+    if limit < (body.min_tokens or 0):
+        raise ApiError(
+            400,
+            f"min_tokens is {body.min_tokens}, but must be at most {field}, which is {limit}.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    if context is not None and limit > context and body.limit_field != "n_predict":
+        known = "max_tokens or max_completion_tokens" if name is None else name
+        raise ApiError(
+            400,
+            f"{known} is too large: {shown(limit)}. The model's context has {context} tokens, for "
+            "prompt and output together.",
+            param=field,
+            code="invalid_value",
+        )
 
 
 def sampling_params(**fields: Any) -> SamplingParams:

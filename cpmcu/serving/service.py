@@ -98,6 +98,11 @@ class Service:
         return self._model
 
     @property
+    def longest_limit(self) -> int | None:
+        """The largest max_tokens that a request may have; None: larger ones are cut."""
+        return None if self.config.cut_max_tokens else self.model.llm.max_length
+
+    @property
     def num_busy(self) -> int:
         """Outputs that wait or run; 0 while the model loads."""
         load = self._load_of_engine()

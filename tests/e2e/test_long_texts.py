@@ -162,7 +162,7 @@ def test_only_the_first_wrong_element_is_looked_for(server):
         ),
         400,
     )
-    assert "but should have at most 4096 token ids" in error["message"]
+    assert "but must have at most 4096 token ids" in error["message"]
 
 
 def test_a_long_response_is_written_whole(server):

@@ -153,9 +153,9 @@ def test_salts_do_not_share(client):
     ("salt", "message"),
     [
         ("", "cache_salt is '', but must have at least 1 character."),
-        (7, "cache_salt is 7, but must be a valid string."),
+        (7, "cache_salt is 7, but must be a text."),
         ("x" * 1025, "but must have at most 1024 characters."),
-        ("\ud800", "but must be a valid string"),
+        ("\ud800", "but must be a text"),
     ],
 )
 def test_salts_that_cannot_be(server, salt, message):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.calls import CHAT, FIRST, HELLO, error_of
+from tests.e2e.harness import start
 
 
 @pytest.mark.parametrize(
@@ -141,12 +142,12 @@ def test_refused_fields_are_named(limited, fields, param):
             {**HELLO, "stop": ["a", 5]},
             "stop is ['a', 5], but must be a text or a list of texts.",
         ),
-        (CHAT, {**HELLO, "n": "5"}, "n is '5', but must be a valid integer."),
+        (CHAT, {**HELLO, "n": "5"}, "n is '5', but must be an integer."),
         (CHAT, {"messages": []}, "messages is [], but must have at least 1 item."),
         (
             CHAT,
             {**HELLO, "logit_bias": {"5": "a"}},
-            "logit_bias holds 'a', but must be a valid number.",
+            "logit_bias holds 'a', but must be a number.",
         ),
         (
             CHAT,
@@ -163,7 +164,7 @@ def test_refused_fields_are_named(limited, fields, param):
         (
             CHAT,
             {**HELLO, "tools": "a" * 100},
-            f"tools is '{'a' * 29}...{'a' * 30}', but must be a valid list.",
+            f"tools is '{'a' * 29}...{'a' * 30}', but must be a list.",
         ),
     ],
 )
@@ -184,7 +185,7 @@ def test_errors_name_the_value_found(limited, path, fields, message):
         {"stream_options": {}, "parallel_tool_calls": True, "reasoning_effort": "low"},
         {"stream_options": {"include_usage": None}, "stream": True, "verbosity": "low"},
         {"logprobs": 0, "echo": None, "min_tokens": None, "prompt_logprobs": None},
-        {"chat_template_kwargs": {"self": 1, "messages": 2, "args": 3}, "max_tokens": 10**400},
+        {"chat_template_kwargs": {"self": 1, "messages": 2, "args": 3}, "n_predict": 10**400},
     ],
     ids=range(9),
 )
@@ -260,3 +261,41 @@ def test_structured_output_without_the_extra(monkeypatch):
         with pytest.raises(ApiError, match=r"cpmcu\[grammar\]") as caught:
             request.sampling_fields()
         assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "words"),
+    [
+        (CHAT, "max_tokens", "max_tokens or max_completion_tokens is"),
+        (CHAT, "max_completion_tokens", "max_tokens or max_completion_tokens is"),
+        ("/v1/completions", "max_tokens", "max_tokens or max_completion_tokens is"),
+        ("/v1/responses", "max_output_tokens", "max_output_tokens is"),
+    ],
+)
+def test_a_limit_above_the_context_is_refused(limited, path, field, words):
+    prompt = {CHAT: HELLO, "/v1/completions": {"prompt": "x"}}.get(path, {"input": "x"})
+    error = error_of(limited.post(path, {**prompt, field: 129, "temperature": 0}, **FIRST), 400)
+    expected = f"{words} too large: 129. The model's context has 128 tokens, for prompt and output"
+    assert error["message"].startswith(expected) and error["param"] == field
+    body = {**prompt, field: 128, "temperature": 0, "min_tokens": 129}
+    error = error_of(limited.post(path, body, **FIRST), 400)
+    expected = f"min_tokens is 129, but must be at most {field}, which is 128."
+    assert (error["message"], error["param"]) == (expected, "min_tokens")
+    reply = limited.post(path, {**prompt, field: 128, "temperature": 0}, **FIRST)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/completion", CHAT])
+def test_a_limit_of_agents_and_of_llama_cpp_is_cut(limited, path):
+    fields = {"max_tokens": 32000} if path == "/v1/messages" else {"n_predict": 32000}
+    prompt = {"prompt": "x"} if path == "/completion" else HELLO
+    reply = limited.post(path, {**prompt, **fields, "temperature": 0}, **FIRST)
+    assert reply.status_code == 200, reply.text
+
+
+def test_limits_are_cut_on_request():
+    with start("--max-model-len", "64", "--cut-max-tokens", "yes") as running:
+        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+        found = running.post("/v1/completions", body).json()
+        assert found["usage"]["total_tokens"] == 64
+        assert found["choices"][0]["finish_reason"] == "length"

@@ -196,7 +196,7 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, ser
                 "tools": [pair_tool("f"), pair_tool("g", definitions={})],
                 "tool_choice": "required",
             },
-            "json schema of tool_g cannot be used: .*/definitions/Rest",
+            "Tool 'g' has an invalid 'parameters' schema: .*/definitions/Rest",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": ENDLESS}},

@@ -307,7 +307,7 @@ def test_allowed_tools(scripted, client):
     reply = chat(client, tools=tools, tool_choice=choice("auto"))
     assert reply.choices[0].message.tool_calls is None
     wrong = [{"type": "function", "function": {"name": "div"}}]
-    with pytest.raises(openai.BadRequestError, match="tool_choice names 'div'"):
+    with pytest.raises(openai.BadRequestError, match="Tool 'div' not found in tools"):
         chat(client, tools=tools, tool_choice=choice("auto", wrong))
 
 

@@ -328,7 +328,7 @@ def test_refused_messages(messages, message):
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing."),
         (
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}},
-            "tool_choice names 'sub', which is not in tools.",
+            "Tool 'sub' not found in tools list, though tool_choice names it.",
         ),
         ({"n": 2}, "n is a field of /v1/chat/completions, not of this path."),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported by this server."),

@@ -14,7 +14,7 @@ from cpmcu.grammar import Grammar
 from cpmcu.sampling import ThinkingLimit
 from cpmcu.serving import request_grammar as grammar
 from cpmcu.serving.chat.answers import AnswerParser
-from cpmcu.serving.errors import refused
+from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.model import Model
 from cpmcu.serving.protocol.chat import ChatRequest, NamedTool
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
@@ -94,6 +94,22 @@ def _forced(body: ChatRequest) -> Grammar | None:
         return grammar.of_arguments(schemas[body.tool_choice.function.name])
     if body.must_call:
         return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
+    return None
+
+
+def unusable_tool(model: Model, body: ChatRequest) -> ApiError | None:
+    """Returns the error (400) of the first tool whose schema cannot be enforced."""
+    for tool in body.tools_wanted:
+        try:
+            arguments = grammar.of_arguments(tool.function.parameters or {})
+            model.llm.check_grammar(arguments)
+        except ValueError as error:
+            return ApiError(
+                400,
+                f"Tool {tool.function.name!r} has an invalid 'parameters' schema: {error}.",
+                param="tools",
+                code="invalid_value",
+            )
     return None
 
 

@@ -27,12 +27,14 @@ class Origin:
     """The client's names of the fields of a conversation, for errors.
 
     `field`: the field of the messages. `places`: the place of each message; none: messages[i].
-    `format_field`: the field that becomes the response_format.
+    `format_field`: the field that becomes the response_format. `limit_field`: the field of the most
+    new tokens; None: that of the ChatRequest.
     """
 
     field: str = "messages"
     places: Sequence[str] = ()
     format_field: str = "response_format"
+    limit_field: str | None = None
 
     def place(self, index: int, member: str) -> str:
         """The place of a message's member, such as messages[0].content."""

@@ -10,10 +10,11 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from cpmcu.serving.chat.answer_plan import plan_answer
+from cpmcu.serving.chat.answer_plan import plan_answer, unusable_tool
 from cpmcu.serving.chat.answers import AnswerParser
 from cpmcu.serving.chat.conversation import IN_MESSAGES, Origin, checked, render
-from cpmcu.serving.generation import Generation, encode, sampling_params
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.generation import Generation, check_limits, encode, sampling_params
 from cpmcu.serving.protocol.chat import ChatRequest
 from cpmcu.serving.service import Service
 from cpmcu.text.token_text import TokenTexts
@@ -49,6 +50,7 @@ def prepare(
         max_length=model.llm.max_length if body.truncate_prompt_tokens is None else None,
     )
     ids = body.truncated(ids, model.llm.max_length)
+    check_limits(body, service.longest_limit, origin.limit_field)
     fields = body.sampling_fields(origin.format_field)
     grammar = fields.pop("grammar")
     most = service.config.most_logprobs
@@ -66,16 +68,20 @@ def prepare(
         grammar_field = "tools"
     elif grammar_field == "response_format":
         grammar_field = origin.format_field
-    generation = Generation(
-        service,
-        [ids],
-        params,
-        loop,
-        prompt_field=origin.field,
-        grammar_field=grammar_field,
-        progress=body.return_progress,
-        keep_special_tokens=plan.special_tokens,
-    )
+    try:
+        generation = Generation(
+            service,
+            [ids],
+            params,
+            loop,
+            prompt_field=origin.field,
+            grammar_field=grammar_field,
+            progress=body.return_progress,
+            keep_special_tokens=plan.special_tokens,
+        )
+    except ApiError as error:
+        unusable = unusable_tool(model, body) if plan.forced and error.param == "tools" else None
+        raise (unusable or error) from error
     return ChatJob(prompt, generation, plan.new_parser, model.llm.token_texts)
 
 

@@ -77,7 +77,8 @@ def _sampling_fields(body: MessagesRequest) -> dict[str, Any]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return {
         **{name: getattr(body, name) for name in SamplingRequest.model_fields},
-        "max_tokens": max(body.max_tokens, 1),
+        # As in llama.cpp, agents may ask for more than a small context has.
+        "n_predict": max(body.max_tokens, 1),
         "stop": [*(body.stop_sequences or []), *stops],
         "stream": body.stream,
         "response_format": response_format,
@@ -174,7 +175,7 @@ class _Turns:
         """Returns all messages, and their places in the request."""
         places = [turn.place for turn in self._turns]
         return [turn.message() for turn in self._turns], Origin(
-            "messages", places, "output_config.format"
+            "messages", places, "output_config.format", "max_tokens"
         )
 
     def add(self, role: str, content: str | Sequence[Block], path: str) -> None:

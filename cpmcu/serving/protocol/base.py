@@ -206,7 +206,7 @@ class StructuredOutputs(RequestModel):
 def few_biases(value: Any) -> Any:
     """Checks the number of entries before each entry is validated."""
     if isinstance(value, dict | list) and len(value) > MAX_BIASES:
-        raise ValueError(f"should have at most {MAX_BIASES} token ids")
+        raise ValueError(f"have at most {MAX_BIASES} token ids")
     return value
 
 
@@ -362,6 +362,11 @@ class GenerationRequest(SamplingRequest):
     @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
+        raise NotImplementedError
+
+    @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` comes from."""
         raise NotImplementedError
 
     @property

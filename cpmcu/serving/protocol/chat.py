@@ -262,7 +262,7 @@ class ChatRequest(GenerationRequest):
             if name not in names:
                 raise ApiError(
                     400,
-                    f"tool_choice names {name!r}, which is not in tools.",
+                    f"Tool {name!r} not found in tools list, though tool_choice names it.",
                     param="tool_choice",
                     code="invalid_value",
                 )
@@ -285,6 +285,12 @@ class ChatRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         """Most tokens of an answer; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens or self.predict_limit
+
+    @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` comes from."""
+        names = ("max_completion_tokens", "max_tokens")
+        return next((name for name in names if getattr(self, name)), "n_predict")
 
     @property
     def tools_wanted(self) -> list[Tool]:

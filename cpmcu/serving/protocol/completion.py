@@ -51,10 +51,16 @@ class CompletionRequest(GenerationRequest):
     @property
     def token_limit(self) -> int | None:
         """Most new tokens; None: up to the context length."""
+        predicts = self.limit_field == "n_predict"
+        return self.predict_limit if predicts else self.max_completion_tokens or self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` comes from."""
         given = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
         if self.n_predict is not None and not given:
-            return self.predict_limit
-        return self.max_completion_tokens or self.max_tokens
+            return "n_predict"
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def prompt_length(self) -> int:

@@ -42,6 +42,11 @@ class NativeRequest(GenerationRequest):
         """Most new tokens; None: up to the context length."""
         return self.max_tokens if self.n_predict is None else self.predict_limit
 
+    @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` comes from."""
+        return "max_tokens" if self.n_predict is None else "n_predict"
+
     def biases(self, encode: Callable[[str], list[int]]) -> dict[int, float] | None:
         """Token id -> bias. `encode` returns the tokens of a text."""
         given = self.logit_bias or {}

@@ -65,7 +65,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Placed]) -> tuple[ChatReques
         thinking_token_budget=body.thinking_token_budget,
     )
     chat.check()
-    return chat, Origin("input", places, "text.format")
+    return chat, Origin("input", places, "text.format", "max_output_tokens")
 
 
 # ---- items

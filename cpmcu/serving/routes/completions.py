@@ -14,7 +14,13 @@ from fastapi.responses import Response
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving.chat.answers import metrics_of
 from cpmcu.serving.fill import find_fill
-from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
+from cpmcu.serving.generation import (
+    Generation,
+    PrefillProgress,
+    check_limits,
+    encode,
+    sampling_params,
+)
 from cpmcu.serving.http import sse
 from cpmcu.serving.http.limits import check_text
 from cpmcu.serving.logprobs import Logprobs, Scored, of_prompt, scored
@@ -87,6 +93,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
             shown = body.echo and len(prompt) < max_length  # else Generation will refuse it
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
             texts.append(decode(prompt) if shown and not outside else "")
+    check_limits(body, service.longest_limit)
     fields = body.sampling_fields()
     if body.suffix:
         check_text(body.suffix, "suffix", service.config.max_text_length)

@@ -18,7 +18,13 @@ from cpmcu.serving.chat.answers import metrics_of, timings_of
 from cpmcu.serving.chat.conversation import checked, render
 from cpmcu.serving.chat.job import num_prompt_tokens
 from cpmcu.serving.fill import find_fill
-from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
+from cpmcu.serving.generation import (
+    Generation,
+    PrefillProgress,
+    check_limits,
+    encode,
+    sampling_params,
+)
 from cpmcu.serving.http import sse
 from cpmcu.serving.http.limits import check_text
 from cpmcu.serving.logprobs import entries
@@ -110,6 +116,7 @@ def _prepare(
     prompts, ends = prompts_of(service, body)
     service.check_size(len(prompts) * body.num_choices, "prompt")
     tokenizer = service.model.llm.tokenizer
+    check_limits(body, None)
     fields = body.sampling_fields()
     fields["stop_token_ids"] = (*fields["stop_token_ids"], *ends)
     fields["logit_bias"] = body.biases(
