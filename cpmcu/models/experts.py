@@ -102,7 +102,7 @@ def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:
         return (Piece(name),)
     stacks = {
         "gate_up_proj": (("gate_proj", width), ("up_proj", width)),
-        "down_proj": (("down_proj", fields.hidden_size),),
+        "down_proj": (("down_proj", params.get("latent_size", fields.hidden_size)),),
     }
     module, _, kind = found["rest"].rpartition("_")
     if module in stacks and kind in ("blocks", "scales"):  # MXFP4 of gpt-oss

@@ -133,20 +133,49 @@ def _layer_kinds(reader: ConfigReader) -> list[str]:
 
 
 def _experts(reader: ConfigReader) -> dict[str, Any]:
-    for key in ("n_group", "topk_group", "n_shared_experts"):
-        if reader.positive_int(key, default=1) != 1:
-            raise reader.fail(key, "1: groups of experts are not supported")
-    if "moe_latent_size" in reader.config:
-        raise reader.fail("moe_latent_size", "null: experts of a narrower width are not supported")
+    if reader.positive_int("n_shared_experts", default=1) != 1:
+        raise reader.fail("n_shared_experts", "1: more shared experts are not supported")
     width = reader.positive_int("moe_shared_expert_intermediate_size")
     if width % 8:
         raise reader.fail("moe_shared_expert_intermediate_size", "a multiple of 8")
-    return read_experts(reader) | {
-        "activation": "relu2",
-        "scoring": "sigmoid",
-        "correction_bias": True,
-        "norm_epsilon": 1e-20,
-        "routing_factor": reader.positive_float("routed_scaling_factor", default=1.0),
-        "shared_intermediate_size": width,
-        "shared_expert_gate": False,
-    }
+    experts = read_experts(reader)
+    return (
+        experts
+        | _groups(reader, experts)
+        | _latent(reader)
+        | {
+            "activation": "relu2",
+            "scoring": "sigmoid",
+            "correction_bias": True,
+            "norm_epsilon": 1e-20,
+            "routing_factor": reader.positive_float("routed_scaling_factor", default=1.0),
+            "shared_intermediate_size": width,
+            "shared_expert_gate": False,
+        }
+    )
+
+
+def _groups(reader: ConfigReader, experts: Mapping[str, Any]) -> dict[str, int]:
+    """The groups of experts; {}: all experts are candidates."""
+    count = reader.positive_int("n_group", default=1)
+    top_k = reader.positive_int("topk_group", default=1)
+    if top_k > count:
+        raise reader.fail("topk_group", f"at most n_group={count}")
+    if top_k == count:
+        return {}
+    num_experts = experts["num_experts"]
+    if num_experts % count or num_experts // count < 2:
+        raise reader.fail("n_group", f"a divisor of {num_experts} experts, with two in each group")
+    if num_experts // count * top_k < experts["top_k"]:
+        raise reader.fail("topk_group", f"groups with at least {experts['top_k']} experts")
+    return {"num_expert_groups": count, "top_k_groups": top_k}
+
+
+def _latent(reader: ConfigReader) -> dict[str, int]:
+    """The width of the experts, if it is not that of the hidden state."""
+    if "moe_latent_size" not in reader.config:
+        return {}
+    width = reader.positive_int("moe_latent_size")
+    if width % 8:
+        raise reader.fail("moe_latent_size", "a multiple of 8")
+    return {"latent_size": width}

@@ -83,6 +83,11 @@ void bind_routers(py::module_& m) {
   bind_op(m, "score_experts", score_experts, "csrc/kernels/moe/route_scores.h",
           field("scores", &Score::scores), field("logits", &Score::logits),
           option("bias", &Score::bias));
+  using Mask = MaskGroupsParams;
+  bind_op(m, "mask_groups", mask_groups, "csrc/kernels/moe/route_scores.h",
+          field("logits", &Mask::logits), py::kw_only(), field("num_experts", &Mask::num_experts),
+          within(&Mask::groups, fields_of<ExpertGroups>(field("count", &ExpertGroups::count),
+                                                        field("top_k", &ExpertGroups::top_k))));
   using Weigh = WeighExpertsParams;
   bind_op(m, "weigh_experts", weigh_experts, "csrc/kernels/moe/route_scores.h",
           field("routing", &Weigh::routing), py::kw_only(), field("num_tokens", &Weigh::num_tokens),

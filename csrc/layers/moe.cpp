@@ -6,6 +6,9 @@
 // The shared expert is optional. The router and g are one GEMM in float32. Other routers
 // (router.h), activations and biases are launches of their own. If shared_expert_gate is false, the
 // shared expert has the factor 1 and the activation of the others.
+//
+// With a latent_size the chosen experts have that width instead of the hidden size: they read
+// fc1_latent_proj(x), and fc2_latent_proj of their sum is added. Router and shared expert read x.
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
@@ -24,6 +27,7 @@ constexpr int64_t kGroupTokens = 2048;
 
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
+  int latent;        // the experts' width; 0: hidden_size
   bool shared_gate;  // the shared expert has a gate g
   bool renormalise;
   bool expert_bias;  // of gate, up and down
@@ -36,6 +40,7 @@ struct MoeShape {
         top_k(params.integer("top_k", 0)),
         width(params.integer("intermediate_size", spec.intermediate_size)),
         shared_width(params.integer("shared_intermediate_size", 0)),
+        latent(params.integer("latent_size", 0)),
         shared_gate(shared_width > 0 && params.flag("shared_expert_gate", true)),
         renormalise(params.flag("norm_topk_prob", true)),
         expert_bias(params.flag("expert_bias", false)),
@@ -43,16 +48,22 @@ struct MoeShape {
         activation(gating_of(params)) {
     params.check_known(
         "a moe block",
-        {"num_experts", "top_k", "intermediate_size", "shared_intermediate_size",
-         "shared_expert_gate", "norm_topk_prob", "expert_bias", "router_bias",
-         "alternating_gate_up", "activation", "swiglu_alpha", "swiglu_limit", "router_norm",
-         "scoring", "correction_bias", "norm_epsilon", "routing_factor", "expert_scale"});
+        {"num_experts",         "top_k",          "intermediate_size", "shared_intermediate_size",
+         "shared_expert_gate",  "norm_topk_prob", "expert_bias",       "router_bias",
+         "alternating_gate_up", "activation",     "swiglu_alpha",      "swiglu_limit",
+         "router_norm",         "scoring",        "correction_bias",   "norm_epsilon",
+         "routing_factor",      "expert_scale",   "num_expert_groups", "top_k_groups",
+         "latent_size"});
     check_routing({.num_experts = num_experts, .top_k = top_k});
     CHECK(width >= 8 && width % 8 == 0,
           "a moe block has an intermediate_size of {}, expected a positive multiple of 8", width);
     CHECK(shared_width >= 0 && shared_width % 8 == 0,
           "a moe block has a shared_intermediate_size of {}, expected 0 or a multiple of 8",
           shared_width);
+    CHECK(latent >= 0 && latent % 8 == 0 && (latent == 0 || !shared_gate),
+          "a moe block has a latent_size of {}, expected 0, or a multiple of 8 and no gate of a "
+          "shared expert",
+          latent);
     CHECK(
         !shared_gate || is_plain(),
         "a moe block has a shared expert with a gate and a bias or an activation other than silu, "
@@ -73,6 +84,8 @@ class MoeBlock : public Block {
       : spec_(config.spec),
         shape_(spec_, config.params),
         mlp_(config.prefix + "mlp."),
+        fc1_(mlp_ + "fc1_latent_proj"),
+        fc2_(mlp_ + "fc2_latent_proj"),
         router_rule_(spec_, config.params, mlp_),
         norm_name_(config.prefix + "post_attention_layernorm"),
         phase_(config.phase),
@@ -82,7 +95,7 @@ class MoeBlock : public Block {
           "one of them");
     routing_.num_experts = shape_.num_experts;
     routing_.top_k = shape_.top_k;
-    const int hidden = spec_.hidden_size;
+    const int hidden = spec_.hidden_size, experts_width = experts_columns();
     using Parts = std::vector<LinearPart>;
     // The matrices of an expert before its activation.
     const auto ups = [&](const std::string& prefix, int64_t width) {
@@ -94,10 +107,14 @@ class MoeBlock : public Block {
     gate_up_ =
         experts({.parts = shape_.alternating_gate_up ? Parts{{"gate_up_proj", 2 * shape_.width}}
                                                      : ups("", shape_.width),
-                 .in_features = hidden,
+                 .in_features = experts_width,
                  .name = up,
                  .gated = shape_.is_plain()});
-    down_ = experts({.parts = {{"down_proj", hidden}}, .in_features = shape_.width});
+    down_ = experts({.parts = {{"down_proj", experts_width}}, .in_features = shape_.width});
+    if (shape_.latent > 0) {
+      to_latent_ = linear(fc1_, {.parts = {{fc1_, experts_width}}, .in_features = hidden});
+      from_latent_ = linear(fc2_, {.parts = {{fc2_, hidden}}, .in_features = experts_width});
+    }
     if (shape_.shared_width == 0) return;
     const std::string shared = mlp_ + "shared_expert.";
     shared_up_name_ = shared + up;
@@ -133,11 +150,19 @@ class MoeBlock : public Block {
     if (shape_.expert_bias) {
       gate_up_bias_id_ = plan.add(mlp_ + "experts.gate_up_proj_bias", "weights",
                                   2 * bytes * shape_.num_experts * shape_.width);
-      down_bias_id_ =
-          plan.add(mlp_ + "experts.down_proj_bias", "weights", bytes * shape_.num_experts * hidden);
+      down_bias_id_ = plan.add(mlp_ + "experts.down_proj_bias", "weights",
+                               bytes * shape_.num_experts * experts_columns());
     }
     router_rule_.plan(plan, max_tokens_, phase_);
-    out_id_ = plan.add_scratch("moe.out", 4 * num_pairs * hidden, phase_ + 1, phase_ + 3);
+    out_id_ =
+        plan.add_scratch("moe.out", 4 * num_pairs * experts_columns(), phase_ + 1, phase_ + 3);
+    if (shape_.latent > 0) {
+      to_latent_->plan(plan, limits);
+      from_latent_->plan(plan, limits);
+      const int64_t size = bytes * max_tokens_ * shape_.latent;
+      latent_x_id_ = plan.add_scratch("moe.latent_x", size, phase_ + 1, phase_ + 3);
+      latent_sum_id_ = plan.add_scratch("moe.latent_sum", size, phase_ + 1, phase_ + 3);
+    }
     if (shared_down_ == nullptr) return;
     shared_gate_up_->plan(plan, limits);
     shared_down_->plan(plan, limits);
@@ -161,7 +186,13 @@ class MoeBlock : public Block {
     Carver carver(arena.array<char>(routing_id_));
     routing_.layout(carver, max_tokens_);
     act_ = arena.tensor(act_id_, spec_.dtype, {num_pairs, shape_.width});
-    out_ = arena.tensor(out_id_, DType::kF32, {num_pairs, hidden});
+    out_ = arena.tensor(out_id_, DType::kF32, {num_pairs, experts_columns()});
+    if (shape_.latent > 0) {
+      to_latent_->bind(arena);
+      from_latent_->bind(arena);
+      latent_x_ = arena.tensor(latent_x_id_, spec_.dtype, {max_tokens_, shape_.latent});
+      latent_sum_ = arena.tensor(latent_sum_id_, spec_.dtype, {max_tokens_, shape_.latent});
+    }
     const int64_t experts = shape_.num_experts;
     if (!shape_.is_plain()) {
       both_ =
@@ -169,7 +200,7 @@ class MoeBlock : public Block {
     }
     if (shape_.expert_bias) {
       gate_up_bias_ = arena.tensor(gate_up_bias_id_, spec_.dtype, {experts, 2 * shape_.width});
-      down_bias_ = arena.tensor(down_bias_id_, spec_.dtype, {experts, hidden});
+      down_bias_ = arena.tensor(down_bias_id_, spec_.dtype, {experts, experts_columns()});
     }
     router_rule_.bind(arena);
     if (shared_down_ == nullptr) return;
@@ -191,6 +222,10 @@ class MoeBlock : public Block {
       table.add(mlp_ + "experts.down_proj_bias", down_bias_);
     }
     router_rule_.list_tensors(table);
+    if (shape_.latent > 0) {
+      to_latent_->list_tensors(table);
+      from_latent_->list_tensors(table);
+    }
     if (shared_down_ == nullptr) return;
     if (shape_.shared_gate) {
       table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
@@ -203,6 +238,10 @@ class MoeBlock : public Block {
     fill_bytes(ctx.device, memory_.data(), 0, router_bytes_, ctx.stream);
     gate_up_->finish_loading(ctx);
     down_->finish_loading(ctx);
+    if (shape_.latent > 0) {
+      to_latent_->finish_loading(ctx);
+      from_latent_->finish_loading(ctx);
+    }
     if (shared_down_ == nullptr) return;
     shared_gate_up_->finish_loading(ctx);
     shared_down_->finish_loading(ctx);
@@ -217,18 +256,22 @@ class MoeBlock : public Block {
         router_rule_.norms_input() ? router_rule_.append_experts_norm(ops, input) : input;
     // Each rank has some columns of every expert. It adds its parts of the chosen experts' outputs.
     const bool divided = ops.sums_over_ranks(), adds = adds_ && !divided;
+    const bool latent = shape_.latent > 0;
     const Value out = divided ? ops.part() : hidden;
-    if (!adds) {  // moe_combine adds to `out`
-      ops.call(mlp_ + "zero", {}, {out}, [=](const Context& ctx, const Step&, const Rows& rows) {
-        const Tensor all = rows(out);
-        fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
-      });
+    const Value sum_of_experts = latent ? ops.value("moe.latent_sum", latent_sum_) : out;
+    const bool adds_experts = adds && !latent;
+    if (!adds_experts) {  // moe_combine adds to its result
+      ops.call(mlp_ + "zero", {}, {sum_of_experts},
+               [=](const Context& ctx, const Step&, const Rows& rows) {
+                 const Tensor all = rows(sum_of_experts);
+                 fill_bytes(ctx.device, all.data(), 0, all.num_bytes(), ctx.stream);
+               });
     }
     MoeCombineParams sum{.hidden = {},
                          .y = out_,
                          .routing = routing_,
                          .bias = down_bias_,
-                         .scale = spec_.residual_scale};
+                         .scale = latent ? 1 : spec_.residual_scale};
     const std::string shared_down = mlp_ + "shared_expert.down_proj";
     Value shared_act;
     if (shared_down_ != nullptr) shared_act = append_shared_up(ops, x);
@@ -238,8 +281,18 @@ class MoeBlock : public Block {
       sum.shared_gate = logits_;
       sum.gate_column = shape_.num_experts;
     }
-    append_experts(ops, x);
-    ops.combine(mlp_ + "experts.combine", out, sum, adds);
+    Value experts_x = x;
+    if (latent) {
+      experts_x = ops.value("moe.latent_x", latent_x_);
+      ops.linear(fc1_, *to_latent_, experts_x, x);
+    }
+    append_experts(ops, experts_x);
+    ops.combine(mlp_ + "experts.combine", sum_of_experts, sum, adds_experts);
+    if (latent && adds) {
+      ops.accumulate(fc2_, *from_latent_, out, sum_of_experts, spec_.residual_scale);
+    } else if (latent) {
+      ops.linear(fc2_, *from_latent_, out, sum_of_experts, spec_.residual_scale);
+    }
     if (shared_down_ != nullptr && !shape_.shared_gate) {
       ops.accumulate(shared_down, *shared_down_, out, shared_act, spec_.residual_scale);
     }
@@ -248,6 +301,9 @@ class MoeBlock : public Block {
   }
 
  private:
+  // The width of what the experts read and write.
+  int experts_columns() const { return shape_.latent > 0 ? shape_.latent : spec_.hidden_size; }
+
   // The experts' part of the checkpoint is that of expert 0: all experts of a layer are alike.
   std::unique_ptr<ExpertLinear> experts(LinearConfig expert) const {
     expert.dtype = spec_.dtype;
@@ -353,7 +409,7 @@ class MoeBlock : public Block {
 
   const ModelSpec& spec_;
   const MoeShape shape_;
-  std::string mlp_;
+  std::string mlp_, fc1_, fc2_;
   Router router_rule_;
   std::string norm_name_;
   Timeline phase_;
@@ -361,16 +417,19 @@ class MoeBlock : public Block {
   std::unique_ptr<ExpertLinear> gate_up_, down_;
   std::string shared_up_name_;
   std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
+  std::unique_ptr<LinearMethod> to_latent_, from_latent_;       // null: no latent_size
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
                  shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0,
-                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0;
+                 both_id_ = 0, gate_up_bias_id_ = 0, down_bias_id_ = 0, latent_x_id_ = 0,
+                 latent_sum_id_ = 0;
   int64_t max_tokens_ = 0;
   int64_t router_bytes_ = 0;
   Tensor memory_;                    // of the router
   Tensor router_;                    // [E, H]; with a shared expert, its gate is one more row
-  Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H]
+  Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H or latent]
   Tensor both_;                      // [P, 2 I] gate and up, unless is_plain
+  Tensor latent_x_, latent_sum_;     // [T, latent]
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
 };
 

@@ -6,6 +6,8 @@
 //   scoring           softmax, or sigmoid: the weights are sigmoid(logits)
 //   correction_bias   sigmoid only: added to the scores that choose experts, not to their weights
 //   norm_epsilon      sigmoid only: added to the sum that norm_topk_prob divides by
+//   num_expert_groups, top_k_groups
+//                     sigmoid only: experts are chosen from the best groups (mask_groups)
 //   routing_factor    multiplies the weights
 //   expert_scale      a factor of each expert's weight
 //
@@ -39,6 +41,7 @@ class Router {
         scales_(params.flag("expert_scale", false)),
         epsilon_(params.number("norm_epsilon", 0)),
         factor_(params.number("routing_factor", 1)),
+        groups_{params.integer("num_expert_groups", 1), params.integer("top_k_groups", 1)},
         router_norm_(spec, mlp + "router_norm", 0, true),
         experts_norm_(spec, mlp + "experts_norm", 0, true) {
     const std::string scoring = params.text("scoring", "softmax");
@@ -47,6 +50,9 @@ class Router {
     sigmoid_ = scoring == "sigmoid";
     CHECK(sigmoid_ || (!corrects_ && epsilon_ == 0),
           "a moe block has a correction_bias or norm_epsilon, expected it only with sigmoid");
+    check_expert_groups(groups_, num_experts_, params.integer("top_k", 0));
+    CHECK(sigmoid_ || groups_.count == 1,
+          "a moe block has {} groups of experts, expected them only with sigmoid", groups_.count);
     CHECK(epsilon_ >= 0 && factor_ > 0,
           "a moe block has norm_epsilon {} and routing_factor {}, expected at least 0 and above 0",
           epsilon_, factor_);
@@ -121,6 +127,9 @@ class Router {
     skinny_gemm(ctx, {.y = logits, .x = input, .w = w, .alpha = alpha});
     if (biased_) add_bias(ctx, {.y = logits, .bias = bias_});
     if (sigmoid_) score_experts(ctx, {.scores = scores, .logits = logits, .bias = correction_});
+    if (groups_.top_k < groups_.count) {
+      mask_groups(ctx, {.logits = logits, .num_experts = num_experts_, .groups = groups_});
+    }
     moe_route(ctx, {.logits = logits, .renormalise = sigmoid_ || renormalise_, .routing = routing});
     if (!sigmoid_ && !scales_ && factor_ == 1) return;
     weigh_experts(ctx, {.routing = routing,
@@ -144,6 +153,7 @@ class Router {
   int num_experts_;
   bool renormalise_, biased_, norms_, sigmoid_ = false, corrects_, scales_;
   float epsilon_, factor_;
+  ExpertGroups groups_;
   RmsNorm router_norm_, experts_norm_;  // router_norm only
   MemoryPlan::Id bias_id_ = 0, router_x_id_ = 0, experts_x_id_ = 0, scores_id_ = 0,
                  correction_id_ = 0, scale_id_ = 0;

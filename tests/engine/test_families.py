@@ -86,6 +86,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron_h": ("nemotron", {"num_hidden_layers": 8}),
+    "nemotron_h with latent experts in groups": (
+        "nemotron",
+        {"num_hidden_layers": 8, "moe_latent_size": 32, "n_group": 4, "topk_group": 2},
+    ),
     "nemotron_h without experts": (
         "nemotron",
         {"num_hidden_layers": 4, "hybrid_override_pattern": "M-M*", "use_conv_bias": False},

@@ -32,6 +32,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 64,
         },
     ),
+    "nemotron_h with latent experts in groups": (
+        "nemotron",
+        {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "ME*E",
+            "mamba_num_heads": 16,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_latent_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "gemma4 with experts": (
         "gemma4",
         {

@@ -1,4 +1,4 @@
-"""score_experts and weigh_experts: the routers that are not a plain softmax."""
+"""score_experts, mask_groups and weigh_experts: the routers that are not a plain softmax."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def test_sigmoid_router(
 
 
 @on_devices
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "count", "top_k"),
+    sizes((1, 8, 4, 2), (7, 15, 5, 1), (65, 512, 8, 4), (3, 1024, 512, 17), (300, 256, 1, 1)),
+)
+def test_groups(device: str, num_tokens: int, num_experts: int, count: int, top_k: int) -> None:
+    """The two largest numbers of a group count. Whole numbers give many equal groups."""
+    rng = np.random.default_rng(num_experts)
+    logits = rng.integers(-3, 4, (num_tokens, num_experts + 1)).astype(np.float32)
+    groups = logits[:, :-1].reshape(num_tokens, count, -1)
+    values = np.sort(groups, axis=-1)[..., -2:].sum(-1)
+    best = np.argsort(-values, axis=1, kind="stable")[:, :top_k]
+    left = np.full(groups.shape, -np.inf, np.float32)
+    rows = np.arange(num_tokens)[:, None]
+    left[rows, best] = groups[rows, best]
+    keys = put(device, logits)
+    ops.mask_groups(context(device), keys, num_experts=num_experts, count=count, top_k=top_k)
+    assert np.array_equal(get(keys), np.c_[left.reshape(num_tokens, -1), logits[:, -1]])
+
+
+@on_devices
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SIZES)
 def test_a_scale_of_each_expert(device: str, num_tokens: int, num_experts: int, top_k: int) -> None:
     rng = np.random.default_rng(num_experts)
@@ -75,6 +95,9 @@ def test_shapes_must_fit(device: str) -> None:
     array = put(device, np.ones((2, 8)))
     with pytest.raises(ValueError, match=r"score_experts: scores .* do not fit"):
         ops.score_experts(context(device), array, put(device, np.ones((2, 7))))
+    for count, top_k in ((3, 1), (8, 1), (4, 5), (4, 0)):
+        with pytest.raises(ValueError, match=rf"8 experts from {top_k} of {count} groups"):
+            ops.mask_groups(context(device), array, num_experts=8, count=count, top_k=top_k)
     routing = ops.Routing(context(device), num_tokens=2, num_experts=8, top_k=2)
     with pytest.raises(ValueError, match="do not fit 2 tokens and 8 experts"):
         ops.weigh_experts(context(device), routing, num_tokens=2, scale=put(device, np.ones(7)))

@@ -95,8 +95,10 @@ class Weights:
         }
         return own | {"o_proj.weight": self.matrix(self.hidden, q)}
 
-    def mlp(self, width: int) -> dict[str, Array]:
-        up, down = self.matrix(width, self.hidden), self.matrix(self.hidden, width)
+    def mlp(self, width: int, hidden: int = 0) -> dict[str, Array]:
+        """`hidden`: the width of input and output; 0: that of the model."""
+        hidden = hidden or self.hidden
+        up, down = self.matrix(width, hidden), self.matrix(hidden, width)
         return {"up_proj.weight": up, "down_proj.weight": down}
 
 
@@ -130,10 +132,15 @@ def _nemotron_layer(of: Weights, kind: str) -> dict[str, Array]:
         experts = config["n_routed_experts"]
         mixer = {"gate.weight": 3 * of.matrix(experts, of.hidden)}
         mixer["gate.e_score_correction_bias"] = of.norm(experts) - 1
+        latent = config.get("moe_latent_size") or 0
         widths = {f"experts.{i}": config["moe_intermediate_size"] for i in range(experts)}
         widths["shared_experts"] = config["moe_shared_expert_intermediate_size"]
         for name, width in widths.items():
-            mixer |= {f"{name}.{part}": array for part, array in of.mlp(width).items()}
+            hidden = latent if name != "shared_experts" else 0
+            mixer |= {f"{name}.{part}": array for part, array in of.mlp(width, hidden).items()}
+        if latent:
+            mixer["fc1_latent_proj.weight"] = of.matrix(latent, of.hidden)
+            mixer["fc2_latent_proj.weight"] = of.matrix(of.hidden, latent)
     own = {f"mixer.{name}": array for name, array in mixer.items()}
     return own | {"norm.weight": of.norm(of.hidden)}
 

@@ -35,6 +35,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_input_norms": ("olmo2", {}),
     "gates": ("muse", {"layer_types": ["sliding_attention", "full_attention"]}),
     "mamba": ("nemotron", {"num_hidden_layers": 8}),
+    "latent_experts": (
+        "nemotron",
+        {"hybrid_override_pattern": "E*", "moe_latent_size": 32, "n_group": 4, "topk_group": 2},
+    ),
     "ungated_shared_expert": ("granitehybrid", {"layer_types": ["mamba", "attention"]}),
     "sinks": ("gptoss", {"layer_types": ["sliding_attention", "full_attention"]}),
 }

@@ -1,9 +1,10 @@
-// score_experts and weigh_experts: the routers that are not a plain softmax.
+// score_experts, mask_groups and weigh_experts: the routers that are not a plain softmax.
 //
 // Roofline: latency. They read and write a few KB in a decode step.
 //
-// Schedule: score_experts has a thread for each logit. weigh_experts has a thread for each token,
-// which adds the token's weights in the order of rank.
+// Schedule: score_experts has a thread for each logit. mask_groups has a CTA for each token. A warp
+// finds the two largest logits of a group, then a thread of each group counts the better groups.
+// weigh_experts has a thread for each token, which adds the token's weights in the order of rank.
 //
 // Surprising: logits are overwritten by the scores to choose by, so moe_route needs no other mode.
 #include "kernels/moe/route_scores.h"
@@ -30,6 +31,45 @@ __global__ void __launch_bounds__(kThreads)
   const float score = 1 / (1 + expf(-*logit));
   scores[int64_t{blockIdx.x} * num_experts + expert] = score;
   *logit = score + (bias == nullptr ? 0.0f : bias[expert]);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    mask_groups_kernel(float* logits, int64_t columns, int num_experts, ExpertGroups groups) {
+  __shared__ float values[kMaxExperts / 2];
+  __shared__ bool is_left[kMaxExperts / 2];
+  ptx::pdl_launch();
+  const int count = groups.count, size = num_experts / count;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* const row = logits + blockIdx.x * columns;
+  ptx::pdl_wait();
+  for (int group = warp; group < count; group += kThreads / 32) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int i = lane; i < size; i += 32) {
+      const float logit = row[group * size + i];
+      second = fmaxf(second, fminf(first, logit));
+      first = fmaxf(first, logit);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, first, offset);
+      const float next = __shfl_xor_sync(0xffffffffu, second, offset);
+      second = fmaxf(fminf(first, other), fmaxf(second, next));
+      first = fmaxf(first, other);
+    }
+    if (lane == 0) values[group] = __fadd_rn(first, second);
+  }
+  __syncthreads();
+  for (int group = threadIdx.x; group < count; group += kThreads) {
+    int better = 0;
+    for (int i = 0; i < count; ++i) {
+      better += values[i] > values[group] || (values[i] == values[group] && i < group);
+    }
+    is_left[group] = better >= groups.top_k;
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < num_experts; expert += kThreads) {
+    if (is_left[expert / size]) row[expert] = -INFINITY;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -67,6 +107,14 @@ void score_experts(const Context& ctx, const ScoreExpertsParams& p) {
   const dim3 grid(p.scores.size(0), (num_experts + kThreads - 1) / kThreads);
   launch(ctx, score_experts_kernel, grid, dim3(kThreads), 0, p.scores.as<float>(),
          p.logits.as<float>(), p.logits.size(1), num_experts, p.bias.as<const float>());
+}
+
+// Graph-safe.
+void mask_groups(const Context& ctx, const MaskGroupsParams& p) {
+  check_mask_groups(p);
+  if (p.logits.size(0) == 0 || p.groups.count == 1) return;
+  launch(ctx, mask_groups_kernel, dim3(p.logits.size(0)), dim3(kThreads), 0, p.logits.as<float>(),
+         p.logits.size(1), p.num_experts, p.groups);
 }
 
 // Graph-safe.

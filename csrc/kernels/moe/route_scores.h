@@ -1,6 +1,9 @@
-// Routers other than a plain softmax: two ops around moe_route.
+// Routers other than a plain softmax: ops around moe_route.
 //
 //   score_experts   scores = sigmoid(logits); logits = scores + bias, by which moe_route chooses
+//   mask_groups     logits of all but the best groups = -infinity. A group is of experts that
+//                   follow each other; its value is the sum of its two largest logits. Of equal
+//                   groups the lower is better
 //   weigh_experts   weight of a pair = factor * scale[expert] * w
 //
 // w is the score of the pair's expert, with `renormalise` divided by epsilon + the sum over the
@@ -15,6 +18,17 @@ struct ScoreExpertsParams {
   Tensor scores;  // [T, E] float32, written
   Tensor logits;  // [T, columns] float32, in place; the first E columns are the experts
   Tensor bias{};  // [E] float32; empty: none
+};
+
+// Groups of equally many experts, of which `top_k` may be chosen from.
+struct ExpertGroups {
+  int count = 1, top_k = 1;
+};
+
+struct MaskGroupsParams {
+  Tensor logits;  // [T, columns] float32, in place; the first num_experts columns are the experts
+  int num_experts = 0;
+  ExpertGroups groups{};
 };
 
 struct WeighExpertsParams {
@@ -38,6 +52,26 @@ inline void check_score_experts(const ScoreExpertsParams& p) {
         p.logits.shape_text(), name_of(p.bias.dtype()), p.bias.shape_text());
 }
 
+// Checks that `top_k` experts can be chosen.
+inline void check_expert_groups(const ExpertGroups& groups, int num_experts, int top_k) {
+  const int count = groups.count;
+  CHECK(count >= 1 && num_experts % count == 0 && (count == 1 || num_experts / count >= 2) &&
+            groups.top_k >= 1 && groups.top_k <= count &&
+            num_experts / count * groups.top_k >= top_k,
+        "a router chooses {} of {} experts from {} of {} groups, expected groups of equally many "
+        "experts, two or more, with enough of them",
+        top_k, num_experts, groups.top_k, count);
+}
+
+inline void check_mask_groups(const MaskGroupsParams& p) {
+  check_expert_groups(p.groups, p.num_experts, 1);
+  CHECK(p.logits.num_dims() == 2 && p.logits.dtype() == DType::kF32 &&
+            p.logits.size(1) >= p.num_experts && p.num_experts <= kMaxExperts,
+        "mask_groups: logits are {} {}, expected float32 rows of at least {}, at most {} of them "
+        "experts",
+        name_of(p.logits.dtype()), p.logits.shape_text(), p.num_experts, kMaxExperts);
+}
+
 inline void check_weigh_experts(const WeighExpertsParams& p) {
   check_routing(p.routing);
   const auto fits = [&](const Tensor& tensor, int64_t count) {
@@ -52,6 +86,7 @@ inline void check_weigh_experts(const WeighExpertsParams& p) {
 }
 
 REGISTER_OP(score_experts, ScoreExpertsParams)
+REGISTER_OP(mask_groups, MaskGroupsParams)
 REGISTER_OP(weigh_experts, WeighExpertsParams)
 
 }  // namespace cpmcu
