@@ -249,18 +249,12 @@ def without_names(tokenizer: str) -> str:
     """
     data = json.loads(tokenizer)
     model = data["model"]
-    merges = [
-        tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        for merge in model.get("merges") or []
-    ]
-    pieces = {piece for merge in merges for piece in merge}
-    added = data.get("added_tokens") or []
-    # An added token that is part of a merge is ordinary text.
-    data["added_tokens"] = added = [token for token in added if token["content"] not in pieces]
+    merges = _merges(model)
+    data["added_tokens"] = _added(data, merges)
     renamed: dict[str, str] = {}
-    for token in added:
-        name = token["content"]
-        if token["special"] or (name.startswith("<") and name.endswith(">")):
+    for token in data["added_tokens"]:
+        if _is_named(token):
+            name = token["content"]
             renamed[name] = token["content"] = _UNSAID + name
             token["special"] = True
     if merges:
@@ -272,6 +266,30 @@ def without_names(tokenizer: str) -> str:
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
     return json.dumps(data)
+
+
+def named_tokens(tokenizer: str) -> dict[str, int]:
+    """Name -> id of the tokens that `without_names` hides. No text of a grammar matches them."""
+    data = json.loads(tokenizer)
+    added = _added(data, _merges(data["model"]))
+    return {token["content"]: token["id"] for token in added if _is_named(token)}
+
+
+def _merges(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The merges of a tokenizer.json's model."""
+    found = model.get("merges") or []
+    return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in found]
+
+
+def _added(data: dict[str, Any], merges: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """The added tokens, except parts of merges, which are ordinary text."""
+    pieces = {piece for merge in merges for piece in merge}
+    return [token for token in data.get("added_tokens") or [] if token["content"] not in pieces]
+
+
+def _is_named(token: dict[str, Any]) -> bool:
+    name = token["content"]
+    return bool(token["special"] or (name.startswith("<") and name.endswith(">")))
 
 
 def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[int], Words]:

@@ -371,6 +371,16 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @functools.cached_property
+    def named_tokens(self) -> dict[str, int]:
+        """Name -> id of the special tokens, which a grammar must name since no text matches them.
+
+        Raises ValueError if the tokenizer has no tokenizer.json.
+        """
+        from cpmcu.engine.grammar import named_tokens  # loads numpy
+
+        return named_tokens(self.tokenizer.to_json())
+
     def check_grammar(self, grammar: Grammar) -> None:
         """Raises ValueError for a grammar that no output can have."""
         self._start(grammar)

@@ -13,6 +13,9 @@ from cpmcu.grammar import Grammar
 from cpmcu.serving import structural_tag
 from cpmcu.serving.errors import ApiError, refused
 
+# Returns name -> id of the tokenizer's special tokens. Slow at first, so only some kinds call it.
+Names = Callable[[], Mapping[str, int]]
+
 # Last part of vLLM's field names (guided_json, structured_outputs.json) -> constructor.
 KINDS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
@@ -21,7 +24,6 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "grammar": Grammar.lark,
     "json_object": lambda _: Grammar.json_object(),
     "gbnf": lambda text: Grammar.lark(_from_gbnf(text)),
-    "structural_tag": lambda tag: structural_tag.to_grammar(tag, KINDS["gbnf"]),
 }
 # Fields of requests -> kind: vLLM's, llama.cpp's and SGLang's.
 FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
@@ -79,7 +81,7 @@ def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
 
 
 def from_response_format(
-    value: AnswerFormat | None, param: str = "response_format"
+    value: AnswerFormat | None, param: str = "response_format", *, names: Names = dict
 ) -> Grammar | None:
     """Returns the grammar of OpenAI's `response_format`. Raises ApiError (400) for `param`."""
     if value is None:
@@ -87,7 +89,7 @@ def from_response_format(
     value.check_extra()
     tag = value.structural_tag
     if tag is not None:
-        return make(param, KINDS["structural_tag"], tag)
+        return make(param, _constructor("structural_tag", names), tag)
     schema = value.schema_given
     if value.type == "text":
         if schema is not None:
@@ -107,7 +109,7 @@ def from_response_format(
     )
 
 
-def from_guided(fields: dict[str, Any]) -> Grammar | None:
+def from_guided(fields: dict[str, Any], *, names: Names = dict) -> Grammar | None:
     """Returns the grammar of vLLM's fields, name -> source. Raises ApiError (400).
 
     A client may give the same source under an old and a new name. It then counts once.
@@ -123,8 +125,14 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
             code="invalid_value",
         )
     for name, value in given.items():
-        return make(name, KINDS[_kind(name)], value)
+        return make(name, _constructor(_kind(name), names), value)
     return None
+
+
+def _constructor(kind: str, names: Names) -> Callable[[Any], Grammar]:
+    if kind == "structural_tag":
+        return lambda tag: structural_tag.to_grammar(tag, KINDS["gbnf"], names())
+    return KINDS[kind]
 
 
 def _kind(name: str) -> str:

@@ -1,5 +1,8 @@
 """Structural tags: formats of text and tags, as XGrammar describes them, become grammars.
 
+A tag, trigger or end may name special tokens of the tokenizer. The grammar then has these tokens:
+a model emits `<tool_call>` as one token, and no text of a grammar matches a special token.
+
 vLLM and SGLang take a structural tag as a `response_format`, in one of two forms: `format` (a
 format, see `_Builder`), or the older `structures` with `triggers`.
 """
@@ -7,6 +10,7 @@ format, see `_Builder`), or the older `structures` with `triggers`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +23,16 @@ MAX_TAGS = 512
 
 Object = Mapping[str, Any]
 Ends = tuple[str, ...]  # one of these texts follows; none: nothing follows
+Piece = str | int  # of a text: text without special tokens, or a special token
 
 
-def to_grammar(value: Any, gbnf: Callable[[str], Grammar]) -> Grammar:
+def to_grammar(
+    value: Any, gbnf: Callable[[str], Grammar], names: Mapping[str, int] | None = None
+) -> Grammar:
     """Returns the grammar of a structural tag. Raises ValueError.
 
-    `value`: the object, or its text. `gbnf` makes the grammar of a text in GBNF.
+    `value`: the object, or its text. `gbnf` makes the grammar of a text in GBNF. `names`: name ->
+    id of the special tokens.
     """
     if isinstance(value, str):
         try:
@@ -36,7 +44,7 @@ def to_grammar(value: Any, gbnf: Callable[[str], Grammar]) -> Grammar:
     kind = value.get("type", "structural_tag")
     if kind != "structural_tag":
         raise ValueError(f"the type of a structural tag is {shown(kind)}")
-    builder = _Builder(gbnf)
+    builder = _Builder(gbnf, names or {})
     return builder.grammar(_triggered(value) if "structures" in value else _member(value, "format"))
 
 
@@ -60,8 +68,11 @@ class _Builder:
     triggers and ends, so free text ends at the first of them.
     """
 
-    def __init__(self, gbnf: Callable[[str], Grammar]) -> None:
+    def __init__(self, gbnf: Callable[[str], Grammar], names: Mapping[str, int]) -> None:
         self._gbnf = gbnf
+        self._names = names
+        longest_first = sorted(filter(None, names), key=len, reverse=True)
+        self._name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._lines: list[str] = []
         self._parts: dict[str, Grammar] = {}
         self._formats = 0
@@ -103,20 +114,25 @@ class _Builder:
     # ---- formats
 
     def _const(self, form: Object, ends: Ends) -> str:
-        return _then(_literal(_text(form, "value")), ends)
+        return self._then(self._literal(_text(form, "value")), ends)
 
     def _schema(self, form: Object, ends: Ends) -> str:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping | bool):
             raise ValueError(f"json_schema is {shown(schema)}, but must be a schema")
-        return _then(self._part(Grammar.json_schema(schema)), ends)
+        return self._then(self._part(Grammar.json_schema(schema)), ends)
 
     def _regex(self, form: Object, ends: Ends) -> str:
         # The ends are part of the pattern: a terminal of its own would be as long as it can.
-        return self._part(Grammar.regex(f"(?:{_text(form, 'pattern')}){_any_of(ends)}"))
+        pattern = f"(?:{_text(form, 'pattern')})"
+        plain, named = self._sorted(ends)
+        found = [] if ends and not plain else [self._part(Grammar.regex(pattern + _any_of(plain)))]
+        for head, rest in named:
+            found.append(f"{self._part(Grammar.regex(pattern + _escaped(head)))} {_joined(rest)}")
+        return _one_of(found)
 
     def _ebnf(self, form: Object, ends: Ends) -> str:
-        return _then(self._part(self._gbnf(_text(form, "grammar"))), ends)
+        return self._then(self._part(self._gbnf(_text(form, "grammar"))), ends)
 
     def _any(self, form: Object, ends: Ends) -> str:
         return self._free(_excluded(form), ends)
@@ -138,7 +154,7 @@ class _Builder:
         return _one_of([self._expression(each, ends) for each in _objects(form, "elements")])
 
     def _tag(self, form: Object, ends: Ends) -> str:
-        return f"{_literal(_begin(form))} {self._after_begin(form, ends)}"
+        return f"{self._literal(_begin(form))} {self._after_begin(form, ends)}"
 
     def _triggered_tags(self, form: Object, ends: Ends) -> str:
         triggers = _texts(form, "triggers")
@@ -151,25 +167,21 @@ class _Builder:
                 )
         excluded = _excluded(form)
         rests = [(begin, self._rule(self._after_begin(tag, ()))) for begin, tag in tags]
-        banned = _any_of((*triggers, *excluded, *ends))
-        later = []
-        for trigger in triggers:
-            mine = [
-                f"{_literal(begin.removeprefix(trigger))} {rest}"
-                for begin, rest in rests
-                if begin.startswith(trigger)
-            ]
-            if mine:
-                text = f"/(?s:.*){_escaped(trigger)}/ & ~/(?s:.*){banned}(?s:.+)/"
-                later.append(f"{self._terminal(text)} {_one_of(mine)}")
-        first = _one_of([f"{_literal(begin)} {rest}" for begin, rest in rests])
+        banned = (*triggers, *excluded, *ends)
+        found: dict[tuple[Piece, ...], list[str]] = {}  # what is found first -> what may follow
+        for begin, rest in rests:
+            trigger = next(trigger for trigger in triggers if begin.startswith(trigger))
+            first_found, others = self._cut(begin, len(trigger))
+            found.setdefault(first_found, []).append(f"{_joined(others)} {rest}")
+        later = [f"{self._until(lead, banned)} {_one_of(mine)}" for lead, mine in found.items()]
+        first = _one_of([f"{self._literal(begin)} {rest}" for begin, rest in rests])
         next_tag = self._rule(_one_of(later))
         last = self._free((*triggers, *excluded), ends)
         at_least_one = _flag(form, "at_least_one")
         if _flag(form, "stop_after_first"):
             if at_least_one:
-                return _then(first, ends)
-            return f"({_then(next_tag, ends)} | {last})"
+                return self._then(first, ends)
+            return f"({self._then(next_tag, ends)} | {last})"
         return f"{first} {next_tag}* {last}" if at_least_one else f"{next_tag}* {last}"
 
     def _tags_with_separator(self, form: Object, ends: Ends) -> str:
@@ -177,9 +189,9 @@ class _Builder:
         separator = form.get("separator", "")
         if not isinstance(separator, str):
             raise ValueError(f"separator is {shown(separator)}, but must be a text")
-        more = "" if _flag(form, "stop_after_first") else f" ({_literal(separator)} {tag})*"
+        more = "" if _flag(form, "stop_after_first") else f" ({self._literal(separator)} {tag})*"
         some = f"{tag}{more}"
-        return _then(some if _flag(form, "at_least_one") else f"({some})?", ends)
+        return self._then(some if _flag(form, "at_least_one") else f"({some})?", ends)
 
     # ---- parts of an expression
 
@@ -194,16 +206,73 @@ class _Builder:
             if _is_open(content) and not ends:
                 raise ValueError("a tag without an end has content without an end")
             return self._expression(content, ends)
-        return _then(self._expression(content, closing), ends)
+        return self._then(self._expression(content, closing), ends)
 
     def _free(self, excluded: Sequence[str], ends: Ends) -> str:
         """Any text without those of `excluded`, up to and with the first of `ends`."""
+        plain, named = self._sorted(ends)
+        found = [self._until((head, *rest), (*excluded, *plain)) for head, rest in named]
+        if ends and not plain:
+            return _one_of(found)
         banned = [f"/(?s:.*){_any_of(excluded)}(?s:.*)/"] if excluded else []
-        if ends:
-            banned.append(f"/(?s:.*){_any_of(ends)}(?s:.+)/")
-        text = f"/(?s:.*){_any_of(ends)}/" if ends else "/(?s:.+)/"
-        found = self._terminal(" & ~".join([text, *banned]))
-        return found if ends else f"{found}?"
+        if plain:
+            banned.append(f"/(?s:.*){_any_of(plain)}(?s:.+)/")
+        text = f"/(?s:.*){_any_of(plain)}/" if plain else "/(?s:.+)/"
+        terminal = self._terminal(" & ~".join([text, *banned]))
+        return _one_of([terminal if plain else f"{terminal}?", *found])
+
+    def _until(self, pieces: Sequence[Piece], banned: Sequence[str]) -> str:
+        """Any text up to and with the first `pieces`, without another text of `banned` before."""
+        head, *rest = pieces if isinstance(pieces[0], str) else ("", *pieces)
+        if not rest:  # the text itself may be one of `banned`
+            text = f"/(?s:.*){_escaped(str(head))}/ & ~/(?s:.*){_any_of(banned)}(?s:.+)/"
+            return self._terminal(text)
+        without = f" & ~/(?s:.*){_any_of(banned)}(?s:.*)/" if banned else ""
+        if head:
+            return f"{self._terminal(f'/(?s:.*){_escaped(str(head))}/{without}')} {_joined(rest)}"
+        return f"{self._terminal(f'/(?s:.+)/{without}')}? {_joined(rest)}"
+
+    def _then(self, expression: str, ends: Ends) -> str:
+        if not ends:
+            return expression
+        return f"{expression} {_one_of([self._literal(end) for end in ends])}"
+
+    def _literal(self, text: str) -> str:
+        return _joined(self._pieces(text))
+
+    def _pieces(self, text: str) -> list[Piece]:
+        """A text, cut at its special tokens."""
+        found: list[Piece] = []
+        at = 0
+        for match in self._name.finditer(text):
+            if match.start() > at:
+                found.append(text[at : match.start()])
+            found.append(self._names[match[0]])
+            at = match.end()
+        return [*found, text[at:]] if at < len(text) or not found else found
+
+    def _cut(self, text: str, length: int) -> tuple[tuple[Piece, ...], list[Piece]]:
+        """The pieces of the first `length` characters, and the others.
+
+        A special token whose name begins among the first is one of them.
+        """
+        end = length
+        for match in self._name.finditer(text):
+            if match.start() < length < match.end():
+                end = match.end()
+        return tuple(self._pieces(text[:end])), self._pieces(text[end:])
+
+    def _sorted(self, ends: Ends) -> tuple[Ends, list[tuple[str, list[Piece]]]]:
+        """The ends that are text; of each other end, the text before its token, and the rest."""
+        plain, named = [], []
+        for end in ends:
+            pieces = self._pieces(end)
+            if pieces == [end]:
+                plain.append(end)
+            else:
+                head = pieces[0] if isinstance(pieces[0], str) else ""
+                named.append((head, pieces[1:] if head else pieces))
+        return tuple(plain), named
 
     def _part(self, grammar: Grammar) -> str:
         label = f"part_{len(self._parts)}"
@@ -239,16 +308,16 @@ def _excluded(form: Object) -> list[str]:
     return [text for name in names for text in _texts(form, name)]
 
 
-def _then(expression: str, ends: Ends) -> str:
-    return f"{expression} {_one_of([_literal(end) for end in ends])}" if ends else expression
-
-
 def _one_of(expressions: Sequence[str]) -> str:
     return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _joined(pieces: Sequence[Piece]) -> str:
+    """One piece after the other, in Lark."""
+    return " ".join(
+        f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
+        for piece in pieces
+    )
 
 
 def _any_of(texts: Sequence[str]) -> str:

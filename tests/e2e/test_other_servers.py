@@ -449,7 +449,9 @@ STREAMS = [
 
 @pytest.mark.parametrize(("path", "body"), STREAMS, ids=[path for path, _ in STREAMS])
 def test_timings_and_progress_of_a_stream(server, path, body):
-    fields = {"timings_per_token": True, "return_progress": True, "stream": True}
+    # The shipped model's default is sampling, and may draw an end of the text before the limit.
+    fields = {"temperature": 0, "ignore_eos": True}
+    fields |= {"timings_per_token": True, "return_progress": True, "stream": True}
     lines = server.post(path, {**body, **fields}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
@@ -525,3 +527,24 @@ def test_structural_tags(server, path):
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
     ):
         assert error_of(server.post(path, {**body, **wrong}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/completion"])
+def test_tags_that_are_special_tokens(special, path):
+    """The output has the tokens of the tags, and not their spelling."""
+    digits = {"type": "regex", "pattern": "[0-9]{3}"}
+    tag = {"type": "tag", "begin": "<|other|>", "content": digits, "end": "</think>"}
+    fields = {"structured_outputs": {"structural_tag": {"format": tag}}, "max_tokens": 30}
+    prompt = HELLO if path == CHAT else {"prompt": "tell"}
+    body = {**prompt, **fields, "skip_special_tokens": False}
+    body |= {"return_token_ids": True, "return_tokens": True}
+    found = special.post(path, body).json()
+    if path == "/completion":
+        ids, text = found["tokens"], found["content"]
+    else:
+        choice = found["choices"][0]
+        ids = choice["token_ids"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+    assert re.fullmatch(r"<\|other\|>[0-9]{3}</think>", text), text
+    tokens = special.post("/tokenize", {"prompt": "<|other|></think>"}).json()["tokens"]
+    assert [token for token in ids if token in tokens] == tokens[-2:]

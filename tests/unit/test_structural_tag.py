@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
+from tokenizers_for_tests import byte_fallback, byte_level, write_directory
 
 from cpmcu import Grammar
 from cpmcu.serving import structural_tag
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.request_grammar import KINDS, make
+from cpmcu.tokenizer import Tokenizer
 from tests.unit.test_bad_words import models, output_of
 from tests.unit.test_composed_grammars import accepts, compiler, tokenizer
 
 pytest.importorskip("llguidance")
+
+from cpmcu.engine.grammar import GrammarCompiler, named_tokens
 
 __all__ = ["compiler", "models", "tokenizer"]
 
@@ -131,7 +136,7 @@ def deep(depth: int):
 )
 def test_wrong_formats(form, message):
     with pytest.raises(ApiError) as error:
-        make("response_format", KINDS["structural_tag"], {"format": form})
+        make("response_format", structural_tag.to_grammar, {"format": form}, KINDS["gbnf"])
     assert message in str(error.value) and error.value.status == 400
 
 
@@ -149,6 +154,70 @@ def test_tags_within_tags_are_written_once(compiler):
 def test_no_structural_tag(value):
     with pytest.raises(ValueError, match=r"must be|not valid JSON|is 'text'"):
         structural_tag.to_grammar(value, KINDS["gbnf"])
+
+
+SPECIAL_CALL = {"begin": "<think>f=", "content": NUMBER, "end": "</think>"}
+OPEN, CLOSE, OTHER = "OPEN", "CLOSE", "OTHER"  # the tokens of the tokenizer below
+SPECIAL = [
+    (
+        {**CALLS, "triggers": ["<thi"], "tags": [SPECIAL_CALL]},
+        [["text"], ["a<", OPEN, "f=1", CLOSE, "b"], [OPEN, "f=1", CLOSE, OPEN, "f=2", CLOSE]],
+        [["<think>f=1</think>"], [OPEN, "f=1</think>"], [OPEN, "g"], [OTHER], ["a", CLOSE]],
+    ),
+    (
+        {**CALLS, "triggers": ["<think>", "<f="], "tags": [SPECIAL_CALL, F]},
+        [["x", OPEN, "f=1", CLOSE, "<f=a>2</f>"], ["<f=a>2</f>", OPEN, "f=1", CLOSE]],
+        [["<f=", OPEN], [OPEN, "f=1</f>"], ["x<f=b"]],
+    ),
+    (
+        {**CALLS, "triggers": ["<think>"], "tags": [SPECIAL_CALL], "at_least_one": True},
+        [[OPEN, "f=1", CLOSE], [OPEN, "f=1", CLOSE, "x"]],
+        [[], ["x"], ["x", OPEN, "f=1", CLOSE]],
+    ),
+    (
+        {"type": "tag", "begin": "<think>", "content": ANY, "end": "</think>"},
+        [[OPEN, "a < b", CLOSE], [OPEN, CLOSE]],
+        [[OPEN, "a"], [OPEN, "a</think>"], [OPEN, "a", CLOSE, "b"], ["<think>a</think>"]],
+    ),
+    (
+        {"type": "tag", "begin": "(", "content": ANY, "end": ["\n</think>.", "]"]},
+        [["(a\nb\n", CLOSE, "."], ["(a]"], ["(\n", CLOSE, "."]],
+        [["(a", CLOSE, "."], ["(a\n", CLOSE], ["(a]b\n", CLOSE, "."]],
+    ),
+    (
+        {"type": "tag", **G, "end": ["</think>", "!<|other|>", "."]},
+        [["<f=b>ab", CLOSE], ["<f=b>a!", OTHER], ["<f=b>a."]],
+        [["<f=b>", CLOSE], ["<f=b>a", OTHER], ["<f=b>a!"], ["<f=b>a.", CLOSE]],
+    ),
+    (
+        {"type": "const_string", "value": "a<|other|>b"},
+        [["a", OTHER, "b"]],
+        [["a<|other|>b"], ["a", OTHER]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "texts", "others"), SPECIAL)
+def test_special_tokens_are_themselves(special_tokens, form, texts, others):
+    """A tag's special tokens are matched as tokens, and their spelling is not."""
+    tokenizer, compiler = special_tokens
+    names = named_tokens(tokenizer.to_json())
+    ids = {OPEN: names["<think>"], CLOSE: names["</think>"], OTHER: names["<|other|>"]}
+    grammar = structural_tag.to_grammar({"format": form}, KINDS["gbnf"], names)
+    for parts, expected in [*((text, True) for text in texts), *((text, False) for text in others)]:
+        found = accepts(compiler, grammar, *(ids.get(part, part) for part in parts))
+        assert found == expected, parts
+
+
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback], ids=["bytes", "fallback"])
+def special_tokens(request, tmp_path_factory) -> tuple[Tokenizer, GrammarCompiler]:
+    """A tokenizer with special tokens, one of them not marked as special, and its compiler."""
+    made = tokenizers.Tokenizer.from_str(request.param().to_str())
+    made.add_special_tokens(["<think>", "<|other|>"])
+    made.add_tokens(["</think>"])
+    directory = write_directory(tmp_path_factory.mktemp("special"), made)
+    tokenizer = Tokenizer.from_directory(directory)
+    return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])

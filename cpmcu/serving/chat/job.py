@@ -51,7 +51,7 @@ def prepare(
     )
     ids = body.truncated(ids, model.llm.max_length)
     check_limits(body, service.longest_limit, origin.limit_field)
-    fields = body.sampling_fields(origin.format_field)
+    fields = body.sampling_fields(origin.format_field, lambda: model.llm.named_tokens)
     grammar = fields.pop("grammar")
     most = service.config.most_logprobs
     plan = plan_answer(model, body, prompt, grammar)

@@ -13,6 +13,7 @@ from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
 from cpmcu.serving import request_grammar as grammar
 from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.request_grammar import Names
 
 logger = logging.getLogger(__name__)
 
@@ -332,14 +333,14 @@ class GenerationRequest(SamplingRequest):
         given = (name for name in (*names, "response_format") if getattr(self, name) is not None)
         return next(given, None)
 
-    def _grammar(self, format_field: str) -> Grammar | None:
+    def _grammar(self, format_field: str, names: Names) -> Grammar | None:
         sources = {name: getattr(self, name) for name in grammar.FIELDS}
         if self.structured_outputs is not None:
             self.structured_outputs.check_extra()
             named = self.structured_outputs.fields().items()
             sources |= {f"structured_outputs.{kind}": source for kind, source in named}
-        guided = grammar.from_guided(sources)
-        formatted = grammar.from_response_format(self.response_format, format_field)
+        guided = grammar.from_guided(sources, names=names)
+        formatted = grammar.from_response_format(self.response_format, format_field, names=names)
         if guided and formatted and guided != formatted:
             raise refused(
                 format_field,
@@ -384,10 +385,13 @@ class GenerationRequest(SamplingRequest):
         start = 0 if self.truncation_side == "right" else max(0, len(ids) - most)
         return ids[start : start + most]
 
-    def sampling_fields(self, format_field: str = "response_format") -> dict[str, Any]:
+    def sampling_fields(
+        self, format_field: str = "response_format", names: Names = dict
+    ) -> dict[str, Any]:
         """Returns the arguments of SamplingParams, without max_tokens and logprobs.
 
-        `format_field`: the client's name of response_format, for errors.
+        `format_field`: the client's name of response_format, for errors. `names`: those of special
+        tokens (LLM.named_tokens).
         Raises ApiError (400) for errors that the types of the fields do not catch.
         """
         if self.logprob_token_ids and not self.wants_logprobs:
@@ -416,7 +420,7 @@ class GenerationRequest(SamplingRequest):
             "bad_words": tuple(self.bad_words or ()),
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
-            "grammar": self._grammar(format_field),
+            "grammar": self._grammar(format_field, names),
         }
 
     def _stops(self) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
             texts.append(decode(prompt) if shown and not outside else "")
     check_limits(body, service.longest_limit)
-    fields = body.sampling_fields()
+    fields = body.sampling_fields(names=lambda: model.llm.named_tokens)
     if body.suffix:
         check_text(body.suffix, "suffix", service.config.max_text_length)
         fill = find_fill(tokenizer, "suffix")

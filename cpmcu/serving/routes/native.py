@@ -117,7 +117,7 @@ def _prepare(
     service.check_size(len(prompts) * body.num_choices, "prompt")
     tokenizer = service.model.llm.tokenizer
     check_limits(body, None)
-    fields = body.sampling_fields()
+    fields = body.sampling_fields(names=lambda: service.model.llm.named_tokens)
     fields["stop_token_ids"] = (*fields["stop_token_ids"], *ends)
     fields["logit_bias"] = body.biases(
         lambda text: encode(tokenizer, text, "logit_bias", special=False)
