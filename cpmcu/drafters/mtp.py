@@ -116,7 +116,12 @@ def _plan_modules(
     several = num_modules > 1
     tensors = {n: meta for n, meta in draft.tensors.items() if layout.split(n) is not None}
     quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
-    fields = _fields(target, ("mlp", {}))
+    fields = _fields(target, _block(target, "moe") if layout.has_experts else ("mlp", {}))
+    if layout.has_experts and not all(params for (_, params) in fields.layers[0]):
+        raise ValueError(
+            "the MTP head has the layers of Nemotron 3, expected a target with its attention and "
+            "experts"
+        )
     inner = ConfigReader(draft.config).positive_int("intermediate_size", fields.intermediate_size)
     return DraftPlan(
         fields=replace(fields, intermediate_size=inner),

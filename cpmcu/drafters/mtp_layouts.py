@@ -4,9 +4,10 @@
 |---|---|---|
 | DeepSeek's | `model.layers.{num_hidden_layers + i}.` | embedding, hidden state |
 | MiMo's | `model.mtp_layers.{i}.` | hidden state, embedding |
+| Nemotron's | `mtp.layers.{2 i}.` and `mtp.layers.{2 i + 1}.` | embedding, hidden state |
 
-The decoder layer of a module is like those of the target. Embedding table and lm_head are the
-target's; copies of them are not read.
+The decoder layer of a module is like those of the target. Nemotron's module is a layer of attention
+and one of experts. Embedding table and lm_head are the target's; copies of them are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from cpmcu.drafters.registry import DraftFiles, TargetModel, Tensors
 from cpmcu.loading.progress import list_names
 from cpmcu.models.common import SpecFields
-from cpmcu.models.names import NameMap, Piece, canonical_names
+from cpmcu.models.experts import expert_names
+from cpmcu.models.names import NameMap, Piece
 from cpmcu.models.reader import ConfigReader
 
 COUNT = "num_nextn_predict_layers"
@@ -26,6 +28,21 @@ CHAINED = "chain_mtp_hidden"  # in config.json: module m reads module m - 1, not
 _LAYER = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+# Nemotron's names in a layer of attention and in one of experts -> those of a decoder layer.
+_NEMOTRON = (
+    {"norm.": "input_layernorm.", "mixer.": "self_attn."},
+    {
+        "norm.": "post_attention_layernorm.",
+        "mixer.shared_experts.": "mlp.shared_expert.",
+        "mixer.gate.e_score_correction_bias": "mlp.gate.correction_bias",
+        "mixer.": "mlp.",
+    },
+)
+# Keys of Nemotron's config.json -> the kinds of the layers of a module.
+_KINDS = {
+    "mtp_layers_block_type": (["attention", "moe"], ["full_attention", "moe"]),
+    "mtp_hybrid_override_pattern": ("*E",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,8 @@ class Layout:
     renamed: Mapping[str, str]  # name of a module's part -> engine's name
     copies: tuple[str, ...] = ()  # parts that are copies of the target's
     hidden_first: bool = False  # order of fc's input
+    mlp: tuple[str, ...] = _MLP  # parts of the second block
+    has_experts: bool = False
 
     def split(self, name: str) -> tuple[int, str] | None:
         """(Module, name within it); None for a tensor of the target."""
@@ -53,7 +72,7 @@ class Layout:
             if split is None or split[0] >= num_modules:
                 return ()
             scope = "draft." if num_modules == 1 else f"draft.modules.{split[0]}."
-            return canonical_names(scope + self._renamed(split[1]), fields)
+            return expert_names(scope + self._renamed(split[1]), fields)
 
         return engine_names
 
@@ -62,6 +81,23 @@ class Layout:
             return "layers.0." + name
         part, _, leaf = name.rpartition(".")
         return f"{self.renamed.get(part, part)}.{leaf}"
+
+
+@dataclass(frozen=True, slots=True)
+class NemotronLayout(Layout):
+    """Two layers of the files are a module."""
+
+    def split(self, name: str) -> tuple[int, str] | None:
+        """As Layout.split; the name within the module is that of a decoder layer."""
+        found = self.prefix.match(name)
+        if found is None:
+            return None
+        module, second = divmod(int(found[1]), 2)
+        rest = name[found.end() :]
+        for own, engine in _NEMOTRON[second].items():
+            if rest.startswith(own):
+                return module, engine + rest.removeprefix(own)
+        return module, rest
 
 
 def _deepseek(num_layers: int) -> Layout:
@@ -86,11 +122,26 @@ MIMO = Layout(
     hidden_first=True,
 )
 
+NEMOTRON = NemotronLayout(
+    prefix=re.compile(r"mtp\.layers\.(\d+)\."),
+    first=0,
+    renamed={
+        "enorm": "input_norm1",
+        "hnorm": "input_norm2",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    },
+    mlp=("mlp.gate", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
+    has_experts=True,
+)
+
 
 def find_layout(config: Mapping[str, object], tensors: Tensors) -> Layout | None:
     """The layout of the modules in these files; None: they have none of a layout of this file."""
     if any(MIMO.split(name) for name in tensors):
         return MIMO
+    if any(NEMOTRON.split(name) and ".mixer." in name for name in tensors):
+        return NEMOTRON
     num_layers = config.get("num_hidden_layers")
     if isinstance(num_layers, int):
         layout = _deepseek(num_layers)
@@ -100,7 +151,11 @@ def find_layout(config: Mapping[str, object], tensors: Tensors) -> Layout | None
 
 
 def count_modules(draft: DraftFiles, layout: Layout) -> int:
-    """The number of modules. Raises ValueError unless each has all tensors of a dense layer."""
+    """The number of modules. Raises ValueError unless each has all tensors of a layer."""
+    if layout.has_experts:
+        for key, kinds in _KINDS.items():
+            if draft.config.get(key, kinds[0]) not in kinds:
+                raise ConfigReader(draft.config).fail(key, f"{kinds[0]!r}, a module of two layers")
     modules: dict[int, set[str]] = {}
     for name in draft.tensors:
         if (split := layout.split(name)) is not None:
@@ -112,11 +167,12 @@ def count_modules(draft: DraftFiles, layout: Layout) -> int:
             f"{', '.join(map(str, sorted(modules)))}"
         )
     for number, parts in modules.items():
-        if experts := sorted(part for part in parts if part.startswith("mlp.experts")):
+        experts = sorted(part for part in parts if part.startswith("mlp.experts"))
+        if experts and not layout.has_experts:
             raise ValueError(f"MTP module {number} has {experts[0]}, expected a dense MLP")
         fused = {"self_attn.qkv_proj": _ATTENTION[:3], "mlp.gate_up_proj": _MLP[:2]}
         found = parts.union(*(split for part, split in fused.items() if part in parts))
-        wanted = (*layout.renamed, *_LAYER[:2], *_ATTENTION, *_MLP)
+        wanted = (*layout.renamed, *_LAYER[:2], *_ATTENTION, *layout.mlp)
         if missing := [part for part in wanted if part not in found]:
             raise ValueError(f"MTP module {number} has no {list_names(missing)}")
     return stated

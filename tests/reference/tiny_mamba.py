@@ -113,6 +113,8 @@ def mamba_weights(config: Mapping[str, Any], seed: int) -> dict[str, Array]:
     for layer, kind in enumerate(layers):
         own = _nemotron_layer(of, kind) if is_nemotron else _granite_layer(of, kind)
         weights |= {f"{body}.layers.{layer}.{name}": array for name, array in own.items()}
+    for module in range(config.get("num_nextn_predict_layers") or 0):
+        weights |= _nemotron_mtp(of, f"mtp.layers.{2 * module}.", f"mtp.layers.{2 * module + 1}.")
     weights[f"{body}.{'norm_f' if is_nemotron else 'norm'}.weight"] = of.norm(of.hidden)
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = of.matrix(config["vocab_size"], of.hidden)
@@ -143,6 +145,15 @@ def _nemotron_layer(of: Weights, kind: str) -> dict[str, Array]:
             mixer["fc2_latent_proj.weight"] = of.matrix(of.hidden, latent)
     own = {f"mixer.{name}": array for name, array in mixer.items()}
     return own | {"norm.weight": of.norm(of.hidden)}
+
+
+def _nemotron_mtp(of: Weights, first: str, second: str) -> dict[str, Array]:
+    """A module of multi-token prediction: a layer of attention and one of experts."""
+    own = {first + name: array for name, array in _nemotron_layer(of, "*").items()}
+    own |= {second + name: array for name, array in _nemotron_layer(of, "E").items()}
+    for norm in (f"{first}enorm", f"{first}hnorm", f"{second}final_layernorm"):
+        own[f"{norm}.weight"] = of.norm(of.hidden)
+    return own | {f"{first}eh_proj.weight": of.matrix(of.hidden, 2 * of.hidden)}
 
 
 def _granite_layer(of: Weights, kind: str) -> dict[str, Array]:
