@@ -193,16 +193,18 @@ def _from_validation(error: RequestValidationError, content_type: str) -> ApiErr
         return ApiError(400, _not_an_object(first["input"], content_type), code="invalid_body")
     forms = _forms(errors, path)
     found = _shown(first["input"])
+    code = str(first["type"])  # pydantic's, such as less_than_equal
     if first["type"] == "missing" and path == loc:
         message = f"{param} is missing."
     elif forms:
         message = f"{param} is {found}, but must be {' or '.join(forms)}."
+        code = "invalid_value"  # the value is refused for several reasons
     elif first["type"] == "missing":
         message = f"{param} holds {found}, but has no {loc[-1]}."
     else:
         must = wanted(first["type"], first.get("ctx", {}))
         message = f"{param} {'is' if path == loc else 'holds'} {found}, but {must}."
-    return ApiError(400, message, param=param, code="invalid_value")
+    return ApiError(400, message, param=param, code=code)
 
 
 def _not_an_object(found: Any, content_type: str) -> str:

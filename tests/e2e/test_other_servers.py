@@ -548,3 +548,37 @@ def test_tags_that_are_special_tokens(special, path):
     assert re.fullmatch(r"<\|other\|>[0-9]{3}</think>", text), text
     tokens = special.post("/tokenize", {"prompt": "<|other|></think>"}).json()["tokens"]
     assert [token for token in ids if token in tokens] == tokens[-2:]
+
+
+def test_the_tokens_of_a_prompt_are_handed_over(server):
+    """vLLM's kv_transfer_params: the token ids are the prompt, whatever the messages are."""
+    fields = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    first = server.post(CHAT, {**HELLO, **fields}).json()
+    other = {"messages": [{"role": "user", "content": "import os"}], **fields}
+    transfer = {"prompt_token_ids": first["prompt_token_ids"], "remote_port": 5}
+    found = server.post(CHAT, {**other, "kv_transfer_params": transfer}).json()
+    for reply in (first, found):
+        del reply["id"], reply["created"], reply["usage"]
+    assert found == first
+    for none in (None, {}, {"prompt_token_ids": None, "do_remote_prefill": True}):
+        reply = server.post(CHAT, {**other, "kv_transfer_params": none}).json()
+        assert reply["prompt_token_ids"] != first["prompt_token_ids"]
+    for wrong in ([], [1 << 30], [-1], ["a"]):
+        reply = server.post(CHAT, {**other, "kv_transfer_params": {"prompt_token_ids": wrong}})
+        assert error_of(reply, 400)["param"].startswith("kv_transfer_params.prompt_token_ids")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"seed": -(1 << 63) - 1}, "greater_than_equal"),
+        ({"seed": 1 << 64}, "less_than"),
+        ({"n": "a"}, "int_type"),
+        ({"messages": None}, "list_type"),
+        ({"top_p": 2}, "less_than_equal"),
+        ({"stop": ["a", 5]}, "invalid_value"),
+    ],
+)
+def test_the_code_of_an_error_tells_the_kind(server, fields, code):
+    error = error_of(server.post(CHAT, {**HELLO, **fields}), 400)
+    assert (error["code"], error["param"]) == (code, next(iter(fields)))

@@ -42,7 +42,8 @@ def prepare(
     """
     model = service.model
     prompt = prompt_text(service, body, origin)
-    ids = encode(
+    transferred = body.kv_transfer_params and body.kv_transfer_params.prompt_token_ids
+    ids = transferred or encode(
         model.llm.tokenizer,
         prompt,
         origin.field,
@@ -74,7 +75,7 @@ def prepare(
             [ids],
             params,
             loop,
-            prompt_field=origin.field,
+            prompt_field="kv_transfer_params.prompt_token_ids" if transferred else origin.field,
             grammar_field=grammar_field,
             progress=body.return_progress,
             keep_special_tokens=plan.special_tokens,

@@ -156,6 +156,12 @@ def _switch(value: Any) -> Any:
 BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_budget")
 
 
+class TransferParams(RequestModel):
+    """vLLM's hand-over of a request from one server to another."""
+
+    prompt_token_ids: Items[int] | None = Field(None, min_length=1)
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
@@ -179,6 +185,9 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool = Field(False, description="Encode the prompt with BOS")
     separate_reasoning: bool = Field(True, description="Return reasoning apart from content")
     include_reasoning: bool = Field(True, description="false: omit the reasoning")
+    kv_transfer_params: TransferParams | None = Field(
+        None, description="prompt_token_ids: the prompt, in place of the rendered messages"
+    )
     verbose: bool = Field(False, description="Add llama.cpp's `__verbose` with the prompt")
     echo: bool | None = Field(
         False, description="Prepend the last message if its role is that of the answer"
@@ -214,6 +223,8 @@ class ChatRequest(GenerationRequest):
         """
         self.check_extra()
         self.check_stream()
+        if self.kv_transfer_params is not None:
+            self.kv_transfer_params.check_extra()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
