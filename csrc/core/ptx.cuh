@@ -45,6 +45,15 @@ __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
   cp_async16(shared_address(shared), global, valid);
 }
+// The same without a branch, if `copies`.
+__device__ __forceinline__ void cp_async16_if(bool copies, uint32_t shared, const void* global) {
+  asm volatile(
+      "{ .reg .pred copies;\n"
+      "setp.ne.u32 copies, %2, 0;\n"
+      "@copies cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(shared),
+      "l"(global), "r"(static_cast<uint32_t>(copies))
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
 // Waits until at most kPending of this thread's cp.async groups are unfinished.
 template <int kPending>

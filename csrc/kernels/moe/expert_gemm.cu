@@ -18,7 +18,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kChunk = 64;  // k of a warp's chunk
+constexpr int kChunk = 64;     // k of a warp's chunk
+constexpr int kSplitBits = 3;  // all warps share K
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
 struct WeightFragment {
@@ -36,6 +37,7 @@ template <typename T,   // __half or __nv_bfloat16
           int kUnroll,  // chunks in flight per warp
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const ExpertArgs args) {
+  extern __shared__ float partial[];
   if (!args.routing_is_complete) ptx::pdl_wait();
   const ExpertSpan span = span_of(args);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
 #pragma unroll
           for (int run = 0; run < 2; ++run) {
             const int k = k_chunk + run * 32;
-            of_x[run] = rows.rows[group] >= 0 && k + q * 8 < args.k
+            of_x[run] = k + q * 8 < args.k
                             ? *reinterpret_cast<const uint4*>(x + rows.rows[group] + k)
                             : uint4{0, 0, 0, 0};
           }
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
         load_step(u, k0 + kUnroll * kWarps * kChunk);  // in flight while others are multiplied
       }
     }
-    store_pairs<T, kGroups>(args, rows, sums);
+    store_pairs<T, kGroups>(args, rows, sums, partial);
   }
 }
 
@@ -138,16 +140,18 @@ void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
   check_expert_gemm(p);
   if (p.rows.y.size(0) == 0) return;
   const int64_t n = p.w.size(1);
-  ExpertArgs args = expert_args("expert_gemm", p.rows, n, kWarps, p.gated);
+  // Few tokens: an expert has few pairs, so one group at a time.
+  const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= 8;
+  ExpertArgs args = expert_args("expert_gemm", p.rows, n, kSplitBits, p.gated, few ? 8 : 32);
   CHECK(is_aligned16(p.w.data()), "expert_gemm: w is not aligned to 16 bytes");
   args.w = p.w.as<const char>();
   args.stride = n * p.w.size(2) * size_of(p.w.dtype());
-  const dim3 grid = expert_grid(p.rows, n, kWarps);
+  const dim3 grid = expert_grid(p.rows, n, kSplitBits);
+  const int bytes = partial_bytes(args.partial_pairs);
   dispatch_half(p.w.dtype(), [&](auto t) {
-    // Few tokens: an expert has few pairs, so one group at a time.
-    p.rows.y.size(0) / p.rows.routing.top_k <= 8
-        ? launch(ctx, expert_gemm_kernel<decltype(t), 1, 2, 2>, grid, dim3(kThreads), 0, args)
-        : launch(ctx, expert_gemm_kernel<decltype(t), 4, 1, 2>, grid, dim3(kThreads), 0, args);
+    using T = decltype(t);
+    few ? launch(ctx, expert_gemm_kernel<T, 1, 2, 2>, grid, dim3(kThreads), bytes, args)
+        : launch(ctx, expert_gemm_kernel<T, 4, 1, 2>, grid, dim3(kThreads), bytes, args);
   });
 }
 

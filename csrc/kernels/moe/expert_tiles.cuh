@@ -28,9 +28,10 @@ struct ExpertArgs {
   const void* x;     // [P / pairs_per_x, K]
   const int* pairs;  // as in Routing
   const ExpertSpan* spans;
-  int pairs_per_x;
-  int n, k, width;  // of W; columns of y
-  int splits;       // warps that share K: 1, 2, 4 or 8
+  uint32_t pairs_inverse;  // ceil(2^32 / pairs_per_x); 0: pairs_per_x is 1
+  int n, k, width;         // of W; columns of y
+  int split_bits;          // 2^split_bits warps share K: 1, 2, 4 or 8
+  int partial_pairs;       // of store_pairs, at least the pairs of a pass
   bool gated, float_out;
   bool routing_is_complete;  // before the wait
   float alpha;               // multiplies the sums
@@ -43,13 +44,14 @@ __device__ __forceinline__ ExpertSpan span_of(const ExpertArgs& args) {
 }
 
 // Up to 8 kGroups pairs of an expert, from number `first` of its span on. Lane (g, q) reads x of
-// pair 8 group + g.
+// pair 8 group + g. If there is no such pair, the lane reads x of the last one: its column of the
+// mma is not used.
 template <int kGroups>
 struct PairRows {
   const int* pairs;
   int count;
   int only;           // the only pair; -1: look it up
-  int rows[kGroups];  // element offset in x; -1: no pair
+  int rows[kGroups];  // element offset in x
 
   __device__ __forceinline__ PairRows(const ExpertArgs& args, const ExpertSpan& span, int first)
       : pairs(args.pairs + span.begin + first),
@@ -58,8 +60,9 @@ struct PairRows {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const int i = group * 8 + g;
-      rows[group] = i < count ? pair(i) / args.pairs_per_x * args.k : -1;
+      const int of = pair(min(group * 8 + g, count - 1));
+      // Exact, because P pairs_per_x is below 2^32.
+      rows[group] = (args.pairs_inverse == 0 ? of : __umulhi(of, args.pairs_inverse)) * args.k;
     }
   }
   __device__ __forceinline__ int pair(int i) const { return only >= 0 ? only : pairs[i]; }
@@ -78,40 +81,46 @@ __device__ __forceinline__ void store_y(const ExpertArgs& args, int pair, int co
   }
 }
 
-// Adds the warps' sums and writes y. All threads of the CTA call it.
+constexpr int kPartialStride = kTileRows + 1;  // floats of a pair's part of a warp's sums
+// Bytes of the shared memory of store_pairs.
+constexpr int partial_bytes(int pairs) { return kWarps * pairs * kPartialStride * 4; }
+
+// Adds the warps' sums and writes y. All threads of the CTA call it. `partial` has partial_bytes.
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRows<kGroups>& rows,
-                                            const float (&sums)[2][kGroups][4]) {
-  __shared__ float partial[kWarps][8 * kGroups][kTileRows + 1];
+                                            const float (&sums)[2][kGroups][4], float* partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int warp_floats = args.partial_pairs * kPartialStride;
   __syncthreads();  // all threads have read `partial`
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
+  for (int group = 0; group < kGroups; ++group) {
+    if (!rows.has(group)) continue;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      if (!rows.has(group)) continue;
+    for (int odd = 0; odd < 2; ++odd) {
+      const int pair = group * 8 + q * 2 + odd;
+      if (pair >= rows.count) continue;
+      float* const to = partial + warp * warp_floats + pair * kPartialStride + g;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        partial[warp][group * 8 + q * 2 + i % 2][tile * 16 + g + i / 2 * 8] = sums[tile][group][i];
-      }
+      for (int i = 0; i < 4; ++i) to[i * 8] = sums[i / 2][group][i % 2 * 2 + odd];
     }
   }
   __syncthreads();
-  const int tiles = kWarps / args.splits, per_tile = args.gated ? 16 : 32;
-  const int columns = tiles * per_tile;  // of y, from this CTA
+  // Columns of y are in the order of a tile's rows of W; if W is gated, a column has two rows.
+  const int tile_bits = args.gated ? 4 : 5;
+  const int column_bits = 3 - args.split_bits + tile_bits;  // of this CTA
 #pragma unroll 1
-  for (int i = threadIdx.x; i < columns * rows.count; i += kThreads) {
-    const int pair = i / columns, column = i % columns, tile = column / per_tile;
+  for (int i = threadIdx.x; i < rows.count << column_bits; i += kThreads) {
+    const int pair = i >> column_bits, column = i & ((1 << column_bits) - 1);
+    const int tile = column >> tile_bits, in_tile = column & ((1 << tile_bits) - 1);
+    const float* from = partial + (tile << args.split_bits) * warp_floats + pair * kPartialStride;
     const auto sum_of = [&](int row) {
-      const int first = tile * args.splits;
       float sum = 0;
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
-        if (part < args.splits) sum += partial[first + part][pair][row];
+        if (part >> args.split_bits == 0) sum += from[part * warp_floats + row];
       }
       return args.alpha * sum;
     };
-    const int in_tile = column % per_tile;
     float value;
     if (args.gated) {
       const int row = in_tile / 8 * 16 + in_tile % 8;
@@ -119,27 +128,35 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
     } else {
       value = sum_of(in_tile);
     }
-    store_y<T>(args, rows.pair(pair), blockIdx.x * columns + column, value);
+    store_y<T>(args, rows.pair(pair), (blockIdx.x << column_bits) + column, value);
   }
 }
 
 // ---- launchers
 
-ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int splits, bool gated) {
+// `pass_pairs`: pairs that the kernel multiplies at a time.
+ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int split_bits,
+                       bool gated, int pass_pairs) {
   check_rows(op, "x", rows.x);
   CHECK(rows.x.num_elements() <= INT32_MAX, "{}: x {} has more than 2^31 - 1 numbers", op,
         rows.x.shape_text());
+  // An expert has at most one pair of each token.
+  const int64_t num_tokens = rows.y.size(0) / rows.routing.top_k;
   return {.w = nullptr,
           .stride = 0,
           .y = rows.y.data(),
           .x = rows.x.data(),
           .pairs = rows.routing.pairs,
           .spans = rows.routing.spans,
-          .pairs_per_x = rows.pairs_per_x,
+          .pairs_inverse = rows.pairs_per_x == 1
+                               ? 0
+                               : static_cast<uint32_t>(((int64_t{1} << 32) + rows.pairs_per_x - 1) /
+                                                       rows.pairs_per_x),
           .n = static_cast<int>(n),
           .k = static_cast<int>(rows.x.size(1)),
           .width = static_cast<int>(rows.y.size(1)),
-          .splits = splits,
+          .split_bits = split_bits,
+          .partial_pairs = static_cast<int>(std::min<int64_t>(num_tokens, pass_pairs)),
           .gated = gated,
           .float_out = rows.y.dtype() == DType::kF32,
           .routing_is_complete = rows.routing_is_complete,
@@ -147,8 +164,8 @@ ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int sp
 }
 
 // Grid: (CTAs of W, experts that may have pairs). The CTAs of experts without pairs end at once.
-dim3 expert_grid(const ExpertRows& rows, int64_t n, int splits) {
-  const int64_t cta_rows = kTileRows * (kWarps / splits);
+dim3 expert_grid(const ExpertRows& rows, int64_t n, int split_bits) {
+  const int64_t cta_rows = kTileRows * (kWarps >> split_bits);
   return dim3((n + cta_rows - 1) / cta_rows,
               std::min<int64_t>(rows.routing.num_experts, rows.y.size(0)));
 }

@@ -3,8 +3,11 @@
 // Roofline: the W of each chosen expert is read once; int4 has N K / 2 bytes and 3 % of scales. One
 // token of a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
 //
+// Issue slots: for one token, the warps' instructions take as long as the bytes. A k block of E2m1
+// takes 460 instructions of a warp, one of int4 260. So the loop has few besides unpack and mma.
+//
 // Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
-// and every `splits`-th k block of 128 k. A CTA has 8 warps, so 8 / splits tiles.
+// and every `splits`-th k block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
 //   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh
@@ -58,33 +61,76 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
   }
 }
 
-// Copies a warp tile of a weight block to a stage, asynchronously. By a warp.
-template <typename Unpacker>
-__device__ __forceinline__ void copy_warp_tile(Stage<Unpacker>* stage, const char* block, int tile,
-                                               uint8_t form) {
-  constexpr int kBytes = kWarpTileBytes<Unpacker>;
-  const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
-  const uint32_t to = ptx::shared_address(stage) + lane * 16;
-  const char* codes = block + tile * kBytes + lane * 16;
+// Copies of a warp's tile of its weight blocks to stages, asynchronous. The k blocks go down, so
+// that only the first block of a pass can end beyond K.
+template <typename Unpacker, int kMostStages>
+struct TileCopies {
+  static constexpr int kBytes = kWarpTileBytes<Unpacker>;
+  static constexpr int kExtraLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
+  static constexpr int kExtras = (kExtraLanes + 31) / 32;  // copies of scales and tile data
+
+  Stage<Unpacker>* stages;
+  int num_stages, num_blocks;
+  const char* from;           // the lane's first codes of the next block
+  int step;                   // bytes from a block to the next
+  int extra_places[kExtras];  // from the codes; 0: the lane has no such copy
+  int pending;                // copies that may be incomplete
+  int to_load, of_pass;       // blocks to be copied: all, those of the pass
+  int stage = 0;              // of the next block, if not all blocks fit the stages
+
+  // Copies as many blocks as fit the stages. `first`: the first of `blocks` blocks of a pass.
+  __device__ __forceinline__ TileCopies(Stage<Unpacker>* to, int stages_of_warp, const char* first,
+                                        int bytes_to_next, int tile, int blocks, int loads,
+                                        uint8_t form)
+      : stages(to), num_stages(stages_of_warp), num_blocks(blocks), step(bytes_to_next) {
+    const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
+    const int place = tile * kBytes + lane * 16;
+    from = first + place;
+    const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
+    const int tile_lanes = Unpacker::tile_bytes(form) / kWarpTiles / 16;
 #pragma unroll
-  for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
-  const int scale_lanes = Unpacker::scale_bytes(form) / kWarpTiles / 16;
-  const int tile_lanes = Unpacker::tile_bytes(form) / kWarpTiles / 16;
-  const auto copy_extra = [&](int i) {
-    const uint32_t at = to + kBytes + (i - lane) * 16;
-    if (i < scale_lanes) {
-      ptx::cp_async16(at,
-                      block + kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + i * 16);
-    } else if (i < scale_lanes + tile_lanes) {
-      ptx::cp_async16(at, block + tile_offset<Unpacker>(form) +
-                              row * Unpacker::tile_row_bytes(form) + (i - scale_lanes) * 16);
+    for (int i = 0; i < kExtras; ++i) {
+      const int at = lane + i * 32;
+      const int extra = at < scale_lanes
+                            ? kScaleOffset<Unpacker> + Unpacker::scale_place(row, form) + at * 16
+                            : tile_offset<Unpacker>(form) + row * Unpacker::tile_row_bytes(form) +
+                                  (at - scale_lanes) * 16;
+      extra_places[i] = at < scale_lanes + tile_lanes ? extra - place : 0;
     }
-  };
-  constexpr int kLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
-  static_assert(kLanes <= 64, "at most two copies for each lane");
-  copy_extra(lane);
-  if constexpr (kLanes > 32) copy_extra(lane + 32);
-}
+    pending = min(num_stages, loads);
+    to_load = loads - pending, of_pass = num_blocks - pending;
+#pragma unroll
+    for (int i = 0; i < kMostStages; ++i) {
+      if (i < pending) copy(stages + i);
+    }
+  }
+  __device__ __forceinline__ void copy(Stage<Unpacker>* stage_of_block) {
+    const uint32_t to = ptx::shared_address(stage_of_block) + threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, from + i);
+#pragma unroll
+    for (int i = 0; i < kExtras; ++i) {
+      ptx::cp_async16_if(extra_places[i] != 0, to + kBytes + i * 512, from + extra_places[i]);
+    }
+    ptx::cp_async_commit();
+    from += step;
+  }
+  // Waits for the next block. By a warp.
+  __device__ __forceinline__ void wait() {
+    if (pending == 0) return;  // all blocks stay in the stages
+    wait_for_copies(--pending);
+    __syncwarp();
+  }
+  // Copies the next block, if there is one, to the stage that the warp has read.
+  __device__ __forceinline__ void load_next() {
+    if (to_load == 0) return;
+    __syncwarp();  // all lanes have read the stage
+    if (of_pass == 0) from -= int64_t{num_blocks} * step, of_pass = num_blocks;
+    copy(stages + stage);
+    ++pending, --to_load, --of_pass;
+    if (++stage == num_stages) stage = 0;
+  }
+};
 
 // ---- kernels
 
@@ -132,37 +178,30 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
   if (!args.routing_is_complete) ptx::pdl_wait();
   const ExpertSpan span = span_of(args);
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int tile = blockIdx.x * (kWarps / args.splits) + warp / args.splits;
-  const int split = warp % args.splits;
+  const int splits = 1 << args.split_bits;
+  const int tile = (blockIdx.x * kWarps + warp) >> args.split_bits;
+  const int split = warp & (splits - 1);
   const bool has_rows = span.count > 0 && tile * kTileRows < args.n;
-  const int num_blocks = has_rows ? (all.k_blocks - split + args.splits - 1) / args.splits : 0;
+  const int num_blocks = has_rows ? (all.k_blocks - split + splits - 1) >> args.split_bits : 0;
   const int num_passes = (span.count + 8 * kGroups - 1) / (8 * kGroups);
   const bool stays = num_blocks <= all.stages;  // all blocks are in stages at once
   const int num_loads = stays ? num_blocks : num_passes * num_blocks;
   using Stage = Stage<Unpacker>;
   Stage* const stages = reinterpret_cast<Stage*>(shared) + warp * all.stages;
-  const char* const blocks =
+  float* const partial =
+      reinterpret_cast<float*>(shared + kWarps * all.stages * static_cast<int>(sizeof(Stage)));
+  const int first_k_block = split + max(num_blocks - 1, 0) * splits;
+  TileCopies<Unpacker, kStages<Unpacker, kGroups>> copies(
+      stages, all.stages,
       args.w + span.expert * args.stride +
-      static_cast<int64_t>(tile / kWarpTiles) * all.k_blocks * all.block_bytes;
-
-  int loads = 0, load_stage = 0, load_block = split;  // the next load
-  const auto load_next = [&] {
-    const char* block = blocks + static_cast<int64_t>(load_block) * all.block_bytes;
-    copy_warp_tile<Unpacker>(stages + load_stage, block, tile % kWarpTiles, all.scale_form);
-    ptx::cp_async_commit();
-    ++loads;
-    if (++load_stage == all.stages) load_stage = 0;
-    load_block += args.splits;
-    if (load_block >= all.k_blocks) load_block = split;
-  };
-  const int first_loads = min(all.stages, num_loads);
-#pragma unroll 1
-  while (loads < first_loads) load_next();
+          (int64_t{tile / kWarpTiles} * all.k_blocks + first_k_block) * all.block_bytes,
+      -(all.block_bytes << args.split_bits), tile % kWarpTiles, num_blocks, num_loads,
+      all.scale_form);
   if (args.routing_is_complete) ptx::pdl_wait();
   ptx::pdl_launch();
 
   const T* const x = static_cast<const T*>(args.x);
-  int used = 0, stage = 0;  // blocks whose copies are complete; the current stage
+  int stage = 0;  // the current one
 #pragma unroll 1
   for (int pass = 0; pass < num_passes; ++pass) {
     const PairRows<kGroups> rows(args, span, pass * 8 * kGroups);
@@ -172,26 +211,33 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
     uint32_t of_x[kGroups == 1 ? kSteps : 1][2];
     const auto load_x = [&](uint32_t (&to)[2], int group, int k_block, int step) {
       const int k = k_block * kPackedK + step * 16;
-      const bool valid = rows.rows[group] >= 0;
       const T* from = x + rows.rows[group] + k + 2 * q;
-      to[0] = valid && k < args.k ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
-      to[1] = valid && k + 8 < args.k ? *reinterpret_cast<const uint32_t*>(from + 8) : uint32_t{0};
+      to[0] = k < args.k ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
+      to[1] = k + 8 < args.k ? *reinterpret_cast<const uint32_t*>(from + 8) : uint32_t{0};
+    };
+    [[maybe_unused]] const T* x_at = nullptr;  // x of the block to be loaded, if it has 128 k
+    [[maybe_unused]] const auto load_next_x = [&](uint32_t (&to)[2], int step) {
+      to[0] = *reinterpret_cast<const uint32_t*>(x_at + step * 16);
+      to[1] = *reinterpret_cast<const uint32_t*>(x_at + step * 16 + 8);
     };
     if constexpr (kGroups == 1) {
+      x_at = x + rows.rows[0] + first_k_block * kPackedK + 2 * q;
+      if ((first_k_block + 1) * kPackedK <= args.k) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) load_x(of_x[step], 0, split, step);
+        for (int step = 0; step < kSteps; ++step) load_next_x(of_x[step], step);
+      } else {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_x(of_x[step], 0, first_k_block, step);
+      }
     }
     if (stays) stage = 0;
     float sums[2][kGroups][4] = {};
     // Main loop over this warp's k blocks.
 #pragma unroll 1
     for (int block = 0; block < num_blocks; ++block) {
-      const int k_block = split + block * args.splits;
-      if (pass == 0 || !stays) {
-        wait_for_copies(loads - 1 - used);
-        ++used;
-        __syncwarp();
-      }
+      [[maybe_unused]] const int k_block = first_k_block - block * splits;
+      if constexpr (kGroups == 1) x_at -= splits * kPackedK;
+      copies.wait();
       const Stage& from = stages[stage];
       typename Unpacker::template Tile<T> tiles[2];
       float part[2][kGroups][4] = {};
@@ -215,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
         Unpacker::template unpack<T>(a[1], codes.tile[1], tiles[1], step);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          if (!rows.has(group)) continue;
+          if (kGroups > 1 && !rows.has(group)) continue;
           uint32_t (&b)[2] = of_x[kGroups == 1 ? step : 0];
           if constexpr (kGroups > 1) load_x(b, group, k_block, step);
 #pragma unroll
@@ -223,27 +269,26 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
           if constexpr (kHasMinimum<Unpacker>) {
             ptx::mma_16x8x16<T>(x_sums.of[group], ones, b[0], b[1]);
           }
-          if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
+          if constexpr (kGroups == 1) {
+            if (block + 1 < num_blocks) load_next_x(b, step);
+          }
         }
         if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
         add_scaled<Unpacker, T, kGroups>(sums, part, x_sums, from.extra, g, k_group,
                                          all.scale_form);
       }
-      if (loads < num_loads) {
-        __syncwarp();  // all lanes have read the stage
-        load_next();
-      }
+      copies.load_next();
       if (++stage == all.stages) stage = 0;
     }
-    store_pairs<T, kGroups>(args, rows, sums);
+    store_pairs<T, kGroups>(args, rows, sums, partial);
   }
 }
 
-// The number of warps that share K: at most 8, with 1.5 k blocks each on average.
-int splits_of(int64_t k_blocks) {
-  int splits = 1;
-  while (splits < kWarps && k_blocks >= 3 * splits) splits *= 2;
-  return splits;
+// 2^n warps share K: at most 8, with 1.5 k blocks each on average.
+int split_bits_of(int64_t k_blocks) {
+  int bits = 0;
+  while (kWarps >> bits > 1 && k_blocks >= int64_t{3} << bits) ++bits;
+  return bits;
 }
 
 }  // namespace
@@ -255,17 +300,17 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
   check_packed_expert_gemm(p);
   if (p.rows.y.size(0) == 0) return;
   CHECK(is_aligned16(p.w.blocks), "packed_expert_gemm: W is not aligned to 16 bytes");
-  const int splits = splits_of(p.w.k_blocks());
-  PackedExpertArgs args{
-      .expert = expert_args("packed_expert_gemm", p.rows, p.w.n, splits, p.w.gated),
-      .k_blocks = static_cast<int>(p.w.k_blocks()),
-      .block_bytes = static_cast<int>(p.w.block_bytes()),
-      .stages = 0,
-      .scale_form = scale_form(p.w.layout)};
+  const int split_bits = split_bits_of(p.w.k_blocks());
+  const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= kMaxRows;
+  PackedExpertArgs args{.expert = expert_args("packed_expert_gemm", p.rows, p.w.n, split_bits,
+                                              p.w.gated, few ? 8 : 32),
+                        .k_blocks = static_cast<int>(p.w.k_blocks()),
+                        .block_bytes = static_cast<int>(p.w.block_bytes()),
+                        .stages = 0,
+                        .scale_form = scale_form(p.w.layout)};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
-  const dim3 grid = expert_grid(p.rows, p.w.n, splits);
-  const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= kMaxRows;
+  const dim3 grid = expert_grid(p.rows, p.w.n, split_bits);
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     using T = decltype(t);
     const auto run = [&](auto groups) {
@@ -275,9 +320,10 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
         constexpr int kMost = kStages<Unpacker, kGroups>, kBytes = kWarps * sizeof(Stage<Unpacker>);
         const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker>;
         args.expert.alpha = 1 / Unpacker::template kFactor<T>;
-        args.stages = std::min(kMost, (args.k_blocks + splits - 1) / splits);
-        allow_shared_bytes(kernel, kMost * kBytes);
-        launch(ctx, kernel, grid, dim3(kThreads), args.stages * kBytes, args);
+        args.stages = std::min(kMost, (args.k_blocks + (1 << split_bits) - 1) >> split_bits);
+        allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups));
+        launch(ctx, kernel, grid, dim3(kThreads),
+               args.stages * kBytes + partial_bytes(args.expert.partial_pairs), args);
       });
     };
     few ? run(IntConstant<1>{}) : run(IntConstant<4>{});
