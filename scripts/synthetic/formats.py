@@ -37,9 +37,13 @@ FORMATS = {
 def quantisation_config(config: Config, name: str) -> Config:
     """The quantization_config of a model."""
     stated = FORMATS[name].config
-    if not name.startswith("gptq") or "linear_num_key_heads" not in config:
+    rules = []
+    if "linear_num_key_heads" in config:
+        rules += [f"-:.*{module}$" for module in DENSE_OF_HYBRIDS]
+    if rules or "num_nextn_predict_layers" in config:
+        rules.append("-:^mtp.*")
+    if not name.startswith("gptq") or not rules:
         return stated
-    rules = [f"-:.*{module}$" for module in DENSE_OF_HYBRIDS] + ["-:^mtp.*"]
     return stated | {"dynamic": {rule: {} for rule in rules}}
 
 

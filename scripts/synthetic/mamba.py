@@ -30,6 +30,20 @@ def nemotron_tensors(config: Config) -> Tensors:
         yield from mixers[kind](config, f"backbone.layers.{index}.mixer.", branch)
     yield norm("backbone.norm_f.weight", hidden)
     yield matrix("lm_head.weight", vocab, hidden, 2)
+    if config.get("num_nextn_predict_layers"):
+        yield from _mtp(config)
+
+
+def _mtp(config: Config) -> Tensors:
+    """A module of multi-token prediction: a layer of attention and one of experts."""
+    hidden, branch = config["hidden_size"], 1 / math.sqrt(2)
+    first, second = "mtp.layers.0.", "mtp.layers.1."
+    for name in (f"{first}enorm", f"{first}hnorm", f"{second}final_layernorm"):
+        yield norm(f"{name}.weight", hidden)
+    yield matrix(f"{first}eh_proj.weight", hidden, 2 * hidden)
+    for prefix, mixer in ((first, _attention), (second, _experts)):
+        yield norm(f"{prefix}norm.weight", hidden)
+        yield from mixer(config, f"{prefix}mixer.", branch)
 
 
 def _mamba(config: Config, prefix: str, branch: float) -> Tensors:
@@ -56,20 +70,34 @@ def _attention(config: Config, prefix: str, branch: float) -> Tensors:
     yield matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim, branch)
 
 
-def _mlp(config: Config, prefix: str, branch: float, width: str = "intermediate_size") -> Tensors:
-    """`width` is the key of the width in the config."""
-    hidden = config["hidden_size"]
+def _mlp(
+    config: Config,
+    prefix: str,
+    branch: float,
+    width: str = "intermediate_size",
+    hidden: int | None = None,
+) -> Tensors:
+    """`width` is the key of the width in the config; `hidden`: of input and output."""
+    hidden = hidden or config["hidden_size"]
     yield matrix(f"{prefix}up_proj.weight", config[width], hidden)
     yield matrix(f"{prefix}down_proj.weight", hidden, config[width], branch)
 
 
 def _experts(config: Config, prefix: str, branch: float) -> Tensors:
-    """A router that chooses all experts about equally often, its experts, and a shared one."""
-    experts = config["n_routed_experts"]
-    yield matrix(f"{prefix}gate.weight", experts, config["hidden_size"], 2)
+    """A router that chooses all experts about equally often, its experts, and a shared one.
+
+    The chosen experts have the width `moe_latent_size`, if there is one.
+    """
+    experts, hidden = config["n_routed_experts"], config["hidden_size"]
+    latent = config.get("moe_latent_size")
+    yield matrix(f"{prefix}gate.weight", experts, hidden, 2)
     bias = f"{prefix}gate.e_score_correction_bias"
     yield TensorSpec(bias, (experts,), normal(0.01), "float32")
     for expert in range(experts):
-        yield from _mlp(config, f"{prefix}experts.{expert}.", branch, "moe_intermediate_size")
+        own = f"{prefix}experts.{expert}."
+        yield from _mlp(config, own, 1 if latent else branch, "moe_intermediate_size", latent)
+    if latent:
+        yield matrix(f"{prefix}fc1_latent_proj.weight", latent, hidden)
+        yield matrix(f"{prefix}fc2_latent_proj.weight", hidden, latent, branch)
     shared = "moe_shared_expert_intermediate_size"
     yield from _mlp(config, f"{prefix}shared_experts.", branch, shared)

@@ -224,6 +224,32 @@ PRESETS: dict[str, Preset] = {
         generation(1, [2, 11], pad=0, do_sample=True, temperature=1.0, top_p=1.0),
         nemotron_tensors,
     ),
+    "nemotron-3-super": Preset(
+        nemotron_h(
+            hidden_size=4096,
+            num_hidden_layers=88,
+            hybrid_override_pattern="MEMEMEM*"
+            + "EMEMEMEM*" * 2
+            + "EMEMEMEMEM*" * 4
+            + "EMEMEMEM*"
+            + "EMEMEMEME",
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            intermediate_size=2688,
+            mamba_num_heads=128,
+            n_groups=8,
+            n_routed_experts=512,
+            num_experts_per_tok=22,
+            moe_intermediate_size=2688,
+            moe_latent_size=1024,
+            moe_shared_expert_intermediate_size=5376,
+            routed_scaling_factor=5.0,
+            num_nextn_predict_layers=1,
+            mtp_hybrid_override_pattern="*E",
+        ),
+        generation(1, [2, 11], pad=0, do_sample=True, temperature=1.0, top_p=0.95),
+        nemotron_tensors,
+    ),
     "tiny-llama": Preset(
         llama(
             **TINY,
@@ -278,6 +304,26 @@ PRESETS: dict[str, Preset] = {
             num_experts_per_tok=2,
             moe_intermediate_size=192,
             moe_shared_expert_intermediate_size=128,
+        ),
+        TINY_GENERATION,
+        nemotron_tensors,
+    ),
+    # Experts of a latent width, and an MTP head.
+    "tiny-nemotron-super": Preset(
+        nemotron_h(
+            **TINY | {"num_hidden_layers": 4},
+            hybrid_override_pattern="ME*E",
+            head_dim=64,
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            n_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            moe_latent_size=128,
+            moe_shared_expert_intermediate_size=128,
+            num_nextn_predict_layers=1,
+            mtp_hybrid_override_pattern="*E",
         ),
         TINY_GENERATION,
         nemotron_tensors,

@@ -24,12 +24,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "FP8 with one scale": {"layout": "fp8", "format": "tensor"},
     "MXFP4": {"layout": "float_groups", "format": "mxfp4"},
 }
-# Experts of gpt-oss and Nemotron have 1,440 and 928 columns for a rank.
+# Their experts have 1,440, 928 and 1,344 columns for a rank.
+OF_SMALL_EXPERTS = ("gpt-oss-20b", "nemotron-3-nano", "nemotron-3-super")
 OF_SMALL_GROUPS = ("16 bits", "groups of 32", "FP8 with one scale", "MXFP4")
 CASES = [
     *((name, form) for name in PRESETS if name.startswith("qwen3.5-") for form in FORMS),
     *((name, form) for name in ("llama3.3-70b", "gemma4-31b") for form in FORMS),
-    *((name, form) for name in ("gpt-oss-20b", "nemotron-3-nano") for form in OF_SMALL_GROUPS),
+    *((name, form) for name in OF_SMALL_EXPERTS for form in OF_SMALL_GROUPS),
 ]
 
 
@@ -67,7 +68,7 @@ def test_blocks_that_cannot_be_divided() -> None:
         )
 
 
-@pytest.mark.parametrize("preset", ["gpt-oss-20b", "nemotron-3-nano"])
+@pytest.mark.parametrize("preset", OF_SMALL_EXPERTS)
 def test_experts_with_larger_groups(preset: str) -> None:
     with pytest.raises(ValueError, match=r"down_proj has \d+ inputs for each GPU, expected a mul"):
         plan(preset, "groups of 128", tensor_parallel_size=2)

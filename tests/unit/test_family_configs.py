@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cpmcu.models.registry import find_model
+from scripts.synthetic.presets import PRESETS
 from tests.reference.tiny_checkpoints import tiny_config
 from tests.unit.test_model_configs import build, shape, windows
 
@@ -646,6 +647,7 @@ def test_nemotron_3_nano() -> None:
     ((_, experts),) = fields.layers[1]
     assert (experts["num_experts"], experts["top_k"], experts["routing_factor"]) == (128, 6, 2.5)
     assert (experts["activation"], experts["shared_intermediate_size"]) == ("relu2", 3712)
+    assert "latent_size" not in experts
     names = find_model(config).names
     found = [
         names(f"backbone.{name}", fields)[0].name
@@ -671,6 +673,35 @@ def test_nemotron_3_nano() -> None:
         "model.norm.weight",
     ]
     assert names("mtp.layers.0.norm.weight", fields) == ()
+
+
+def test_nemotron_3_super() -> None:
+    config = {**PRESETS["nemotron-3-super"].config, "n_group": 8, "topk_group": 4}
+    fields = build(config)
+    assert shape(fields) == (88, 4096, 32, 2, 128, 2688, 131072, 262144)
+    kinds = [kind for ((kind, _),) in fields.layers]
+    assert [kinds.count(kind) for kind in ("mamba2", "moe", "attention")] == [40, 40, 8]
+    ((_, experts),) = fields.layers[1]
+    assert experts == {
+        "num_experts": 512,
+        "top_k": 22,
+        "intermediate_size": 2688,
+        "norm_topk_prob": True,
+        "num_expert_groups": 8,
+        "top_k_groups": 4,
+        "latent_size": 1024,
+        "activation": "relu2",
+        "scoring": "sigmoid",
+        "correction_bias": True,
+        "norm_epsilon": 1e-20,
+        "routing_factor": 5.0,
+        "shared_intermediate_size": 5376,
+        "shared_expert_gate": False,
+    }
+    pieces = find_model(config).names("backbone.layers.1.mixer.experts.down_proj", fields)
+    assert len(pieces) == 512 and pieces[1].num_rows == 1024  # a tensor of all experts
+    (piece,) = find_model(config).names("backbone.layers.1.mixer.fc1_latent_proj.weight", fields)
+    assert piece.name == "model.layers.1.mlp.fc1_latent_proj.weight"
 
 
 def test_granite_4_h_tiny() -> None:

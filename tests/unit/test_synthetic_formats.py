@@ -77,6 +77,8 @@ def test_formats(preset: str, form: str, tmp_path: Path) -> None:
         ["tiny-nemotron"],
         ["tiny-nemotron", "--quant", "gptq-g64"],
         ["tiny-nemotron", "--quant", "nvfp4"],
+        ["tiny-nemotron-super"],
+        ["tiny-nemotron-super", "--quant", "gptq"],
         ["ministral-8b", "--set", "hidden_size=256", "--set", "vocab_size=4096"],
     ],
 )
