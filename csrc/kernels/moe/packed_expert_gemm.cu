@@ -3,8 +3,8 @@
 // Roofline: the W of each chosen expert is read once; int4 has N K / 2 bytes and 3 % of scales. One
 // token of a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
 //
-// Issue slots: for one token, the warps' instructions take as long as the bytes. A k block of E2m1
-// takes 460 instructions of a warp, one of int4 260. So the loop has few besides unpack and mma.
+// Issue slots: for one token, the warps' instructions take as long as the bytes. A k block of MXFP4
+// takes 405 instructions of a warp, one of int4 260. So the loop has few besides unpack and mma.
 //
 // Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
 // and every `splits`-th k block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles.
@@ -315,7 +315,7 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
     using T = decltype(t);
     const auto run = [&](auto groups) {
       constexpr int kGroups = decltype(groups)::value;
-      dispatch_unpacker(p.w.layout, [&](auto unpacker) {
+      const auto with = [&](auto unpacker) {
         using Unpacker = decltype(unpacker);
         constexpr int kMost = kStages<Unpacker, kGroups>, kBytes = kWarps * sizeof(Stage<Unpacker>);
         const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker>;
@@ -324,7 +324,9 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
         allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups));
         launch(ctx, kernel, grid, dim3(kThreads),
                args.stages * kBytes + partial_bytes(args.expert.partial_pairs), args);
-      });
+      };
+      if (p.w.layout.codes == Codes::kE2m1 && p.w.layout.group == 32) return with(E2m1By32{});
+      dispatch_unpacker(p.w.layout, with);
     };
     few ? run(IntConstant<1>{}) : run(IntConstant<4>{});
   });
