@@ -254,8 +254,10 @@ def test_cuda(name: str, tmp_path: Path) -> None:
     config = {"head_dim": 64, **config}
     tiny = write_tiny(tmp_path, family, dtype="float16", **config)
     write_tiny(tmp_path / "float32", family, weights=tiny.weights, **config)
-    # The smallest margin of a router is 0.01, 0.007 and 0.007; with seed 1, below 5e-5 in gpt_oss.
-    seed = {"gpt_oss": 4, "nemotron_h": 3, "granite hybrid": 10}.get(name, 1)
+    # The smallest margin of a router is 0.01, 0.007, 0.006 and 0.007; with seed 1, below 5e-5 in
+    # gpt_oss.
+    latent = "nemotron_h with latent experts in groups"
+    seed = {"gpt_oss": 4, "nemotron_h": 3, latent: 146, "granite hybrid": 10}.get(name, 1)
     ids = random_ids(tiny.config["vocab_size"], LENGTH, seed)
     exact, on_cpu = engine_logits(tmp_path / "float32", ids), engine_logits(tmp_path, ids)
     assert_as_close(engine_logits(tmp_path, ids, device="cuda"), on_cpu, exact)

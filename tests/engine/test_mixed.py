@@ -12,7 +12,7 @@ from tests.engine.harness import DEVICES
 from tests.engine.test_moe_w4 import tiny_moe
 from tests.engine.test_w4 import dense, logits, tolerance
 from tests.reference.engines import extension_or_skip
-from tests.reference.tiny_checkpoints import TinyCheckpoint
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_mixed import split_form, write_mixed
 from tests.tolerances import assert_close
 
@@ -96,6 +96,37 @@ def test_small_groups(tmp_path: Path, device: str, form: str, scale_dtype: str) 
 )
 def test_experts_of_integers(tmp_path: Path, device: str, form: str) -> None:
     check(tmp_path, tiny_moe(tmp_path), {"": form}, (GROUPS | EIGHT_BITS)[form], device)
+
+
+LATENT: dict[str, Any] = {
+    "hybrid_override_pattern": "ME*E",
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_latent_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 256,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@on_devices
+@pytest.mark.parametrize("form", ["gptq4", "gptq4_g32", "ct4_g64", "int8"])
+def test_experts_of_a_latent_width(tmp_path: Path, device: str, form: str) -> None:
+    """The MTP head stays dense, as in published files."""
+    tiny = write_tiny(tmp_path / "dense", "nemotron", **LATENT)
+    quant = ({"gptq4": gptq()} | GROUPS | EIGHT_BITS)[form]
+    check(tmp_path, tiny, {"mtp.": "dense", "": form}, quant, device)
+
+
+@on_devices
+def test_nemotron_3_super_of_modelopt(tmp_path: Path, device: str) -> None:
+    """Experts in NVFP4, Mamba-2 and the latent projections in FP8, the rest in 16 bits."""
+    tiny = write_tiny(tmp_path / "dense", "nemotron", **LATENT)
+    forms = {"mtp.": "dense", "expert": "nvfp4mo", "in_proj": "fp8", "out_proj": "fp8"}
+    quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*"]}
+    check(tmp_path, tiny, {**forms, "latent": "fp8"}, quant, device)
 
 
 EIGHT_BITS = {
