@@ -92,7 +92,9 @@ def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int
     from cpmcu import C
 
     heads = params.get("num_key_value_heads", spec.num_key_value_heads)
-    row = heads * params.get("head_dim", spec.head_dim) * (4 if spec.dtype == "float32" else 2)
+    dim = params.get("head_dim", spec.head_dim)
+    compressed = heads * dim * (4 if spec.dtype == "float32" else 2)  # bytes of a compressed key
+    row = heads * (dim + 4) if spec.fp8_kv_cache else compressed
     page, own = C.PAGE_SIZE, context // C.PAGE_SIZE
     window_begin = own + 1 - params["window_size"] // page
     if context < params["dense_len"] or window_begin <= 0:
@@ -101,7 +103,8 @@ def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int
     skipped = window_begin - min(params["init_blocks"], window_begin) - best  # blocks
     if skipped <= 0:
         return 0
-    return int(row * (2 * page * skipped - (5 * (own - 1) if best > 0 else 0)))
+    extra = 5 * (own - 1) * compressed if best > 0 else 0
+    return int(2 * page * skipped * row - extra)
 
 
 def _active_share(buffer: str, spec: C.ModelSpec) -> float:

@@ -36,7 +36,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import ModelFamily, find_model
-from cpmcu.models.sparse import check_sparse_options, is_sparse
+from cpmcu.models.sparse import check_sparse_options
 from cpmcu.quant.registry import QuantPlan, plan_quant, with_modelopt
 from cpmcu.sampling import SamplingParams
 from cpmcu.shipped import sampling_defaults
@@ -272,11 +272,6 @@ def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
 
 def check_kv_cache_dtype(dtype: str, fields: SpecFields) -> None:
     """Raises ValueError if the model's attention cannot read a KV cache of this dtype."""
-    if dtype != "auto" and is_sparse(fields):
-        raise ValueError(
-            f"kv_cache_dtype is {dtype!r}, but sparse attention reads 16 bits, expected 'auto' or "
-            "apply_sparse no"
-        )
     if dtype != "auto" and fields.head_dim % 16:
         raise ValueError(
             f"kv_cache_dtype is {dtype!r}, but head_dim is {fields.head_dim}, expected 'auto' or a "

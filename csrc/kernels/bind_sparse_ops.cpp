@@ -12,22 +12,27 @@ void bind_sparse_ops(py::module_& m) {
       "compress_keys",
       [](const OpsContext& c, const std::vector<SharedArray>& k_caches,
          const std::vector<SharedArray>& fine, const std::vector<SharedArray>& coarse,
-         const OpsParams<StepTokens>& tokens, SharedArray accepted_counts) {
-        CHECK(fine.size() == k_caches.size() && coarse.size() == k_caches.size(),
-              "compress_keys: {} k_caches, {} fine and {} coarse planes, expected equally many",
-              k_caches.size(), fine.size(), coarse.size());
+         const OpsParams<StepTokens>& tokens, SharedArray accepted_counts,
+         const std::vector<SharedArray>& k_scales) {
+        CHECK(fine.size() == k_caches.size() && coarse.size() == k_caches.size() &&
+                  (k_scales.empty() || k_scales.size() == k_caches.size()),
+              "compress_keys: {} k_caches, {} fine and {} coarse planes and {} k_scales, expected "
+              "equally many, or no k_scales",
+              k_caches.size(), fine.size(), coarse.size(), k_scales.size());
         CompressKeysParams params{.layers = {},
                                   .accepted_counts = pointer_to<int>(accepted_counts),
                                   .tokens = tokens.params};
         for (size_t i = 0; i < k_caches.size(); ++i) {
           params.layers.push_back(
               {.k_cache = tensor_of(k_caches[i]),
+               .k_scales = k_scales.empty() ? Tensor() : tensor_of(k_scales[i]),
                .compressed = {.fine = tensor_of(fine[i]), .coarse = tensor_of(coarse[i])}});
         }
         compress_keys(c.ctx, params);
       },
       "ctx"_a, py::kw_only(), "k_caches"_a, "fine"_a, "coarse"_a, "tokens"_a,
-      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h; one array a layer.");
+      "accepted_counts"_a = SharedArray(), "k_scales"_a = std::vector<SharedArray>(),
+      "csrc/kernels/attention/sparse.h; one array a layer.");
   using Select = SelectBlocksParams;
   bind_op(m, "select_blocks", select_blocks, "csrc/kernels/attention/sparse.h", py::kw_only(),
           field("selection", &Select::selection), field("qkv", &Select::qkv),

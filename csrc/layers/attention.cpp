@@ -36,8 +36,6 @@ class AttentionBlock : public Block {
         sparse_(std::move(sparse)) {
     CHECK(!sparse_ || shape_.window == 0,
           "a sparse_attention block has a window of {}, expected none", shape_.window);
-    CHECK(!sparse_ || !spec_.fp8_kv_cache,
-          "a sparse_attention block has an fp8 KV cache, expected a 16-bit one");
     CHECK(!sparse_ || !shape_.shares_kv(),
           "a sparse_attention block has kv_layer {}, expected keys of its own", shape_.kv_layer);
     CHECK(!sparse_ || !shape_.sinks, "a sparse_attention block has sinks, expected none");
@@ -120,8 +118,7 @@ class AttentionBlock : public Block {
       value_scales_id_ = paged(scales, "value_scales");
     }
     if (sparse_) {
-      sparse_->plan(plan, state, limits, plane, shape_.num_heads,
-                    static_cast<Timeline>(phase_ + 2));
+      sparse_->plan(plan, state, limits, shape_, spec_.dtype, static_cast<Timeline>(phase_ + 2));
     }
     const std::vector<float> inv_freq = params_.numbers("rope_inv_freq", spec_.rope_inv_freq);
     CHECK(!inv_freq.empty() && static_cast<int>(inv_freq.size()) <= shape_.head_dim / 2,
@@ -226,7 +223,7 @@ class AttentionBlock : public Block {
     append_keys(ops, x);
     if (scales_queries_) append_query_scale(ops, qkv);
     const bool is_prefill = ops.phase() == Phase::kPrefill;
-    if (sparse_ && is_prefill) sparse_->append_compress(ops, attn, keys_);
+    if (sparse_ && is_prefill) sparse_->append_compress(ops, attn, keys_, key_scales_);
     // With gates, sinks or wide heads, the fused layer does not combine the splits.
     const bool splits =
         !shape_.output_gate && gate_ == nullptr && !shape_.sinks && shape_.head_dim != 512;
@@ -254,7 +251,8 @@ class AttentionBlock : public Block {
   }
 
   void append_commit(OpList& ops) const override {
-    if (sparse_) sparse_->append_compress(ops, prefix_ + "self_attn.", keys_, /*accepted=*/true);
+    if (!sparse_) return;
+    sparse_->append_compress(ops, prefix_ + "self_attn.", keys_, key_scales_, /*accepted=*/true);
   }
 
  private:

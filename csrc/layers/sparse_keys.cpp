@@ -26,29 +26,31 @@ Params SparseKeys::without_rule(const Params& params) {
 }
 
 void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
-                      const PagedPlane& keys, int num_heads, Timeline phase) {
+                      const AttentionShape& shape, DType dtype, Timeline phase) {
   CHECK(!limits.is_cuda() || limits.max_kv <= kMaxSparseEntries,
         "sparse attention on CUDA holds up to {} tokens of a sequence, not {}: lower max_model_len",
         kMaxSparseEntries, limits.max_kv);
-  PagedPlane plane = keys;
-  plane.rows_per_page = kFineRows;
+  PagedPlane plane{.rows_per_page = kFineRows,
+                   .num_heads = shape.num_kv_heads,
+                   .width = shape.head_dim,
+                   .dtype = dtype};
   fine_id_ = state.add_paged(plane);
   plane.rows_per_page = 1;
   coarse_id_ = state.add_paged(plane);
   max_tokens_ = limits.max_tokens;
-  num_heads_ = num_heads;
-  num_kv_heads_ = keys.num_heads;
-  head_dim_ = keys.width;
+  num_heads_ = shape.num_heads;
+  num_kv_heads_ = shape.num_kv_heads;
+  head_dim_ = shape.head_dim;
   num_words_ = selection_words(limits.max_kv);
   selection_id_ = plan.add_scratch("attention.selection",
                                    8 * max_tokens_ * num_kv_heads_ * num_words_, phase, phase);
   if (limits.is_cuda()) {
     const int num_tokens = static_cast<int>(std::min<int64_t>(max_tokens_, kMaxScoredTokens));
-    score_floats_ = select_scratch_floats(num_tokens, num_heads, keys.num_heads, limits.max_kv);
+    score_floats_ = select_scratch_floats(num_tokens, num_heads_, num_kv_heads_, limits.max_kv);
   }
   scores_id_ = plan.add_scratch("attention.block_scores", 4 * score_floats_, phase, phase);
   memory_bytes_ =
-      limits.is_cuda() ? select_memory_bytes(limits.max_decode_tokens, keys.num_heads) : 0;
+      limits.is_cuda() ? select_memory_bytes(limits.max_decode_tokens, num_kv_heads_) : 0;
   memory_id_ = plan.add_scratch("attention.select_memory", memory_bytes_, 0, kLoad);
 }
 

@@ -10,6 +10,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/sparse.h"
 #include "kernels/step/step.h"
+#include "layers/attention_shape.h"
 #include "pass/op_list.h"
 #include "state/model_state.h"
 
@@ -22,17 +23,18 @@ class SparseKeys {
   // The other parameters of the block.
   static Params without_rule(const Params& params);
 
-  // `keys`: the plane of the keys. `phase`: when attention runs.
-  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, const PagedPlane& keys,
-            int num_heads, Timeline phase);
+  // `dtype`: of the queries and of the compressed keys. `phase`: when attention runs.
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
+            const AttentionShape& shape, DType dtype, Timeline phase);
   void bind(const Arena& arena, const ModelState& state);
   void finish_loading(const Context& ctx) const;
 
   // Appends the compression of the keys of a prefill step, or of the accepted tokens of a decode
-  // step. `prefix`: of the op's name.
+  // step. `prefix`: of the op's name. `scales`: of an fp8 cache, or empty.
   void append_compress(OpList& ops, const std::string& prefix, const Tensor& keys,
-                       bool accepted = false) const {
-    ops.compress(prefix + "compress_keys", {.k_cache = keys, .compressed = keys_}, accepted);
+                       const Tensor& scales, bool accepted = false) const {
+    ops.compress(prefix + "compress_keys",
+                 {.k_cache = keys, .k_scales = scales, .compressed = keys_}, accepted);
   }
   // Elements of the scratch of attention_decode.
   int64_t scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const;

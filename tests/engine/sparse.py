@@ -21,12 +21,12 @@ CONFIG = {
 }
 
 
-def sparse_models(root: Path, device: str) -> Models:
+def sparse_models(root: Path, device: str, kind: type[Models] = Models) -> Models:
     """Targets with a sparse_config.
 
     Large queries attend to few tokens, so that a wrong choice of blocks changes the output.
     """
-    return Models(root, device, query_scale=4.0, sparse_config=CONFIG)
+    return kind(root, device, query_scale=4.0, sparse_config=CONFIG)
 
 
 def family_of(kind: str) -> str:

@@ -198,12 +198,9 @@ def test_a_stated_kv_cache_scheme_is_not_used(
     assert len([text for text in caplog.messages if "kv_cache_scheme is not used" in text]) == 1
 
 
-def test_what_cannot_have_one(tmp_path: Path, sparse_models: Models) -> None:
+def test_what_cannot_have_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8', but must be one of auto, fp8_e"):
         EngineConfig(kv_cache_dtype="fp8")
     made = write_tiny(tmp_path, "llama", head_dim=24)
     with pytest.raises(ValueError, match="head_dim is 24, expected 'auto' or a head_dim that is"):
         make_engine(made.directory, kv_cache_dtype="fp8_e4m3")
-    if sparse_models.device == "cpu":
-        with pytest.raises(ValueError, match="sparse attention reads 16 bits, expected 'auto' or"):
-            sparse_models.engine("minicpm", None, kv_cache_dtype="fp8_e4m3")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.kernels.util import Step, check, context, empty, encode, get, ops, put, put_raw, rounded
+from tests.reference import fp8
 from tests.reference import ops as reference
 
 
@@ -134,3 +135,22 @@ class Case:
     def check(self, name: str, device: str) -> None:
         run = lambda device: get(self.run(name, device))  # noqa: E731
         check(run, device, self.reference(), "attention", self.dtype)
+
+
+def put_fp8(device: str, case: Case, entries: list[np.ndarray]) -> list[Any]:
+    """Codes [pages, Hkv, 64, D] and scales [pages, Hkv, 64, 1] of a cache of the entries.
+
+    Rows that no token sees are NaN.
+    """
+    shape = (case.step.num_pages, case.num_kv_heads, 64, case.head_dim)
+    codes = np.full(shape, 0x7F, np.uint8)
+    scales = np.full((*shape[:3], 1), np.nan, np.float32)
+    for seq, rows in enumerate(entries):
+        page, entry = case.step.where(seq, np.arange(len(rows)))
+        new_codes, new_scales = fp8.quantise(rows)
+        codes[page, :, entry] = fp8.interleaved(new_codes)
+        scales[page, :, entry, 0] = new_scales
+        outside = case.step.lengths[seq] + 1 - case.window if case.window else 0
+        for first in range(0, outside - 63, 64):
+            scales[case.step.where(seq, first)[0]] = np.nan
+    return [put_raw(device, plane) for plane in (codes, scales)]

@@ -8,8 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.attention import Case
-from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints, put_raw
+from tests.kernels.attention import Case, put_fp8
+from tests.kernels.util import (
+    PAGE,
+    Step,
+    context,
+    decode,
+    empty,
+    encode,
+    ops,
+    put,
+    put_ints,
+    put_raw,
+)
+from tests.reference import fp8
 from tests.reference.sparse import COARSE, FINE, Rule, compress
 
 MEMORY_SEQS = 8  # of two KV heads
@@ -69,12 +81,37 @@ class SparseCase(Case):
         return as_bools(self.select(device, qkv, rows).numpy())
 
     def params(self, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any]:
-        self.selecting = {
+        self.selecting = self.selecting | {
             "selection": self.select(device, qkv, rows),
             "dense_len": self.rule.dense_len,
             "max_splits": ops.max_selected_splits(**vars(self.rule), max_kv=self.step.max_kv),
         }
         return super().params(device, qkv, k, v, rows)
+
+    def key_planes(self, device: str) -> list[Any]:
+        """The cache of the keys."""
+        return [self.put_raw(device, self.cache(self.k))]
+
+
+@dataclass
+class Fp8SparseCase(SparseCase):
+    """Keys and values are stored as e4m3 with scales, and hold what these stand for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.k, self.v = ([fp8.dequantised(rows) for rows in each] for each in (self.k, self.v))
+
+    def key_planes(self, device: str) -> list[Any]:
+        """The codes and the scales of the keys."""
+        return put_fp8(device, self, self.k)
+
+    def put(self, device: str) -> tuple[Any, Any, Any, Any]:
+        k, v = (put_fp8(device, self, entries) for entries in (self.k, self.v))
+        return put(device, self.qkv, self.dtype), k, v, self.step.rows(device)
+
+    def params(self, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any]:
+        self.selecting = {"k_scales": k[1], "v_scales": v[1]}
+        return super().params(device, qkv, k[0], v[0], rows)
 
 
 @cache
@@ -96,8 +133,9 @@ def compressed_on(device: str, case: SparseCase, counts: list[int] | None) -> An
 
     Other layers are in front; on a GPU, enough of them for two launches."""
     step, others = case.step, 64 if device == "cuda" else 1
-    k = case.put_raw(device, case.cache(case.k))
-    other = empty(device, list(k.shape), case.dtype)
+    keys = case.key_planes(device)
+    others_keys = [empty(device, list(each.shape), each.dtype) for each in keys]
+    k_caches, *k_scales = ([other] * others + [key] for other, key in zip(others_keys, keys))
     shape = [step.num_pages, case.num_kv_heads, 4, case.head_dim]
     shapes = [[*shape[:2], rows, shape[3]] for rows in (4, 1)]
     planes = [empty(device, each, case.dtype) for each in shapes]
@@ -108,9 +146,9 @@ def compressed_on(device: str, case: SparseCase, counts: list[int] | None) -> An
         per_slot[step.slots] = counts
         accepted = put_ints(device, per_slot)
     ops.compress_keys(
-        context(device), k_caches=[other] * others + [k], fine=[unused[0]] * others + [planes[0]],
+        context(device), k_caches=k_caches, fine=[unused[0]] * others + [planes[0]],
         coarse=[unused[1]] * others + [planes[1]], tokens=step.rows(device),
-        accepted_counts=accepted,
+        accepted_counts=accepted, **({"k_scales": k_scales[0]} if k_scales else {}),
     )  # fmt: skip
     return [decode(plane.numpy(), case.dtype) for plane in planes]
 

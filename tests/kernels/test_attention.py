@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -369,8 +370,8 @@ def as_plain_decoding(case: Case, nodes: Sequence[int]) -> Case:
         keys.append(case.k[seq][entries])
         values.append(case.v[seq][entries])
     alone = Step(lengths=lengths, counts=[1] * len(nodes), seed=5)
-    result = type(case)(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
-    result.qkv, result.k, result.v, result.window = case.qkv[list(nodes)], keys, values, case.window
+    result = replace(case, step=alone, by_position=False)
+    result.qkv, result.k, result.v = case.qkv[list(nodes)], keys, values
     return result
 
 

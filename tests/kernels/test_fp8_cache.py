@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.attention import Case
+from tests.kernels.attention import Case, put_fp8
 from tests.kernels.test_attention import (
     DECODE,
     EDGES,
@@ -50,26 +50,8 @@ NAMES = [DECODE, PREFILL]
 class Fp8Case(Case):
     """Keys and values are stored as e4m3 with scales. Rows that no token sees are NaN."""
 
-    def planes(self, entries: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Raw codes [pages, Hkv, 64, D] and scales [pages, Hkv, 64, 1]."""
-        shape = (self.step.num_pages, self.num_kv_heads, 64, self.head_dim)
-        codes = np.full(shape, 0x7F, np.uint8)
-        scales = np.full((*shape[:3], 1), np.nan, np.float32)
-        for seq, rows in enumerate(entries):
-            page, entry = self.step.where(seq, np.arange(len(rows)))
-            new_codes, new_scales = fp8.quantise(rows)
-            codes[page, :, entry] = fp8.interleaved(new_codes)
-            scales[page, :, entry, 0] = new_scales
-            outside = self.step.lengths[seq] + 1 - self.window if self.window else 0
-            for first in range(0, outside - 63, 64):
-                scales[self.step.where(seq, first)[0]] = np.nan
-        return codes, scales
-
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:
-        k, v = (
-            [put_raw(device, plane) for plane in self.planes(entries)]
-            for entries in (self.k, self.v)
-        )
+        k, v = (put_fp8(device, self, entries) for entries in (self.k, self.v))
         return put(device, self.qkv, self.dtype), k, v, self.step.rows(device)
 
     def params(self, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any]:

@@ -15,24 +15,29 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import SpecFields
-from tests.reference import sparse
+from tests.reference import fp8, sparse
 from tests.reference.ops import route
 
 Array = npt.NDArray[Any]
 
 
 class NumpyModel:
-    """`weights`: name -> floating array. All arithmetic is in `dtype`."""
+    """`weights`: name -> floating array. All arithmetic is in `dtype`.
+
+    `fp8_cache`: keys and values are rounded as in an fp8 KV cache.
+    """
 
     def __init__(
         self,
         fields: SpecFields,
         weights: Mapping[str, Array],
         dtype: type[np.floating[Any]] = np.float64,
+        fp8_cache: bool = False,
     ) -> None:
         self.fields = fields
         self.weights = {name: np.asarray(array, dtype) for name, array in weights.items()}
         self.dtype = dtype
+        self.fp8_cache = fp8_cache
         self.chosen: list[Array] = []  # [T, k] experts of each layer with experts, in order of runs
 
     def logits(self, ids: Sequence[int]) -> Array:
@@ -88,6 +93,8 @@ class NumpyModel:
             q = self._norm(q, self.weights[prefix + "self_attn.q_norm.weight"])
             k = self._norm(k, self.weights[prefix + "self_attn.k_norm.weight"])
         q, k = self._rotate(q), self._rotate(k)
+        if self.fp8_cache:
+            k, v = (fp8.dequantised(rows).astype(self.dtype) for rows in (k, v))
         projection = self.weights[prefix + "self_attn.o_proj.weight"].T
         if rule is not None:
             out = sparse.attention(q, k, v, rule, fields.head_dim**-0.5)

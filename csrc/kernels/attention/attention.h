@@ -40,8 +40,7 @@ struct AttentionParams {
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
   // [pages, Hkv, 64, 1] float32: the caches are fp8, as in rotary_kv. A key's scale multiplies its
-  // scores, a value's scale its probabilities. Not with a BlockSelection. Empty: the caches have
-  // the dtype of qkv.
+  // scores, a value's scale its probabilities. Empty: the caches have the dtype of qkv.
   Tensor k_scales{};
   Tensor v_scales{};
   float scale = 1;

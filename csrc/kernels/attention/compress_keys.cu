@@ -9,7 +9,8 @@
 // dimension. CTAs beyond the keys that end in the step return at once. All layers take one launch.
 //
 // Surprising: keys are added in order in float32, one thread for a dimension. The bits equal those
-// of the CPU, and they do not depend on the step that completes the span.
+// of the CPU, and they do not depend on the step that completes the span. Keys of an fp8 cache are
+// scale * code, rounded to float32.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -17,6 +18,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/attention/sparse_checks.h"
+#include "kernels/layer/fp8_row.h"
 
 namespace cpmcu::cuda {
 namespace {
@@ -26,9 +28,10 @@ constexpr int kMaxLayers = 64;  // of one launch; more layers take several
 template <typename T>
 struct CompressArgs {
   struct Layer {
-    const T* k_cache;  // [pages, Hkv, 64, D]
-    T* fine;           // [pages, Hkv, 4, D]
-    T* coarse;         // [pages, Hkv, 1, D]
+    const void* k_cache;    // [pages, Hkv, 64, D] of T, or of codes
+    const float* k_scales;  // [pages, Hkv, 64]; only kFp8 reads it
+    T* fine;                // [pages, Hkv, 4, D]
+    T* coarse;              // [pages, Hkv, 1, D]
   };
   Layer layers[kMaxLayers];
   const int* accepted_counts;
@@ -36,10 +39,22 @@ struct CompressArgs {
   StepTokens tokens;
 };
 
+// Dimension `dim` of key `key`, a row of [pages, Hkv, 64].
+template <typename T, bool kFp8>
+__device__ __forceinline__ float key_of(const typename CompressArgs<T>::Layer& layer, int64_t key,
+                                        int dim, int head_dim) {
+  if constexpr (kFp8) {
+    const auto* codes = static_cast<const uint8_t*>(layer.k_cache) + key * head_dim;
+    return __fmul_rn(layer.k_scales[key], from_e4m3(codes[fp8_place(dim)]));
+  } else {
+    return to_float(static_cast<const T*>(layer.k_cache)[key * head_dim + dim]);
+  }
+}
+
 // ---- kernels
 
 // Grid: (fine and coarse keys of a sequence, Hkv, B * layers). A CTA has D threads.
-template <typename T>
+template <typename T, bool kFp8>
 __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
@@ -64,7 +79,7 @@ __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> arg
       const int token = (row - 1) * stride + i;
       const int64_t page = pages[token / kPageSize];
       const int64_t key = (page * num_heads + head) * kPageSize + token % kPageSize;
-      sum = __fadd_rn(sum, to_float(planes.k_cache[key * head_dim + dim]));
+      sum = __fadd_rn(sum, key_of<T, kFp8>(planes, key, dim, head_dim));
     }
   }
   T* const plane = is_fine ? planes.fine : planes.coarse;
@@ -88,7 +103,8 @@ void compress_keys(const Context& ctx, const CompressKeysParams& p) {
   // n new tokens end at most (n + 15) / 16 fine keys; a step accepts at most its own tokens.
   const auto most = [&](int stride) { return (tokens.max_seq_tokens + stride - 1) / stride; };
   const int num_fine = most(kFineStride);
-  dispatch_half(first.dtype(), [&](auto element) {
+  const bool is_fp8 = !p.layers.front().k_scales.empty();
+  dispatch_half(p.layers.front().compressed.fine.dtype(), [&](auto element) {
     using T = decltype(element);
     for (int begin = 0; begin < num_layers; begin += kMaxLayers) {
       const int count = std::min(num_layers - begin, kMaxLayers);
@@ -98,13 +114,15 @@ void compress_keys(const Context& ctx, const CompressKeysParams& p) {
                            .tokens = tokens};
       for (int i = 0; i < count; ++i) {
         const LayerKeys& layer = p.layers[begin + i];
-        args.layers[i] = {.k_cache = layer.k_cache.as<const T>(),
+        args.layers[i] = {.k_cache = layer.k_cache.data(),
+                          .k_scales = layer.k_scales.as<const float>(),
                           .fine = layer.compressed.fine.as<T>(),
                           .coarse = layer.compressed.coarse.as<T>()};
       }
       const dim3 grid(num_fine + most(kPageSize), static_cast<unsigned>(first.size(1)),
                       tokens.num_seqs * count);
-      launch(ctx, compress_keys_kernel<T>, grid, dim3(head_dim), 0, args);
+      const auto kernel = is_fp8 ? compress_keys_kernel<T, true> : compress_keys_kernel<T, false>;
+      launch(ctx, kernel, grid, dim3(head_dim), 0, args);
     }
   });
 }

@@ -3,6 +3,9 @@
 // splits of dense attention.
 #pragma once
 
+#include <type_traits>
+
+#include "core/dispatch.h"
 #include "kernels/attention/sparse.h"
 #include "kernels/attention/tiles.cuh"
 
@@ -20,6 +23,17 @@ constexpr int kSplitBlocks = 2;  // of a token
 static_assert(kSplitBlocks * kPageSize == split_begin(1), "the splits of dense attention");
 
 void check_selected(const AttentionParams& params);
+
+// Calls launch(element, dim, is_fp8) for the dtype of the queries, the head size and the cache.
+template <typename Launch>
+void dispatch_selected(const AttentionParams& params, Launch launch) {
+  dispatch_half(params.qkv.dtype(), [&](auto element) {
+    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
+      params.k_scales.empty() ? launch(element, dim, std::false_type())
+                              : launch(element, dim, std::true_type());
+    });
+  });
+}
 
 // The first block of the words `any` from `block` on; `end` if there is none before it.
 __device__ __forceinline__ int next_block(const uint64_t* any, int block, int end) {

@@ -59,6 +59,7 @@ inline void check_rule(const SparseRule& rule) {
   CHECK(rule.dense_len >= 0, "dense_len is {}, expected at least 0", rule.dense_len);
 }
 
+// In the dtype of the queries, also if the cache is fp8.
 struct CompressedKeys {
   Tensor fine;    // [pages, Hkv, 4, D]
   Tensor coarse;  // [pages, Hkv, 1, D]
@@ -66,7 +67,8 @@ struct CompressedKeys {
 
 // The planes of one layer.
 struct LayerKeys {
-  Tensor k_cache;  // [pages, Hkv, 64, D]
+  Tensor k_cache;     // [pages, Hkv, 64, D]
+  Tensor k_scales{};  // [pages, Hkv, 64, 1] float32: the cache is fp8, as in rotary_kv; or empty
   CompressedKeys compressed;
 };
 
@@ -74,7 +76,7 @@ struct LayerKeys {
 // of a prefill step, or with accepted_counts the accepted tokens of a decode step. slot_lengths
 // counts the cached tokens before a prefill step, and after the acceptance of a decode step.
 struct CompressKeysParams {
-  std::vector<LayerKeys> layers;         // at least one; all have the same shapes and dtype
+  std::vector<LayerKeys> layers;         // at least one; all have the same shapes and dtypes
   const int* accepted_counts = nullptr;  // [slots]
   StepTokens tokens;
 };

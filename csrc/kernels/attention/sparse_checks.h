@@ -3,6 +3,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/attention/sparse.h"
+#include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu {
 
@@ -30,8 +31,12 @@ inline void check_compress(const CompressKeysParams& p) {
         "compress_keys: k_cache of a layer is {} of {}, expected {} of {} like the first one",
         layer.k_cache.shape_text(), name_of(layer.k_cache.dtype()), first.shape_text(),
         name_of(first.dtype()));
-    check_keys(layer.compressed, first, static_cast<int>(first.size(1)),
-               static_cast<int>(first.size(3)), "compress_keys");
+    const int num_heads = static_cast<int>(first.size(1)),
+              head_dim = static_cast<int>(first.size(3));
+    const Tensor& like = p.layers.front().compressed.fine;
+    check_keys(layer.compressed, like, num_heads, head_dim, "compress_keys");
+    check_kv_cache("compress_keys", layer.k_cache, layer.k_scales, like.dtype(), num_heads,
+                   head_dim);
   }
   CHECK(p.tokens.first_token == 0, "compress_keys: first_token is {}, expected 0",
         p.tokens.first_token);

@@ -1,17 +1,17 @@
 // attention_decode with a selection: the splits of trees and of several tokens of a sequence.
 // sparse_one_token.cu serves plain decode steps.
 //
-// Roofline: the chosen blocks are read once from HBM for all tokens of a step, 256 * D bytes each.
-// Other CTAs of the same KV head find them in L2. Each token and head writes D + 2 floats for two
-// of its blocks. Example: 32 tokens that choose the same blocks of MiniCPM4-8B, 6.3 MB of keys and
-// values, 25 MB of partial results, 3.2 GFLOP.
+// Roofline: the chosen blocks are read once from HBM for all tokens of a step, 256 * D bytes each
+// (128 * (D + 4) of an fp8 cache). Other CTAs of the same KV head find them in L2. Each token and
+// head writes D + 2 floats for two of its blocks. Example: 32 tokens that choose the same blocks of
+// MiniCPM4-8B, 6.3 MB of keys and values, 25 MB of partial results, 3.2 GFLOP.
 //
 // Schedule: a CTA has 64 packed rows of a KV head, as in many_rows.cuh, and a range of splits.
 //   1. Each token of the CTA takes a range of its own splits. The CTA lists the union of the blocks
 //      in these ranges.
 //   2. It copies one listed block at a time, the next one while it multiplies. A row that did not
 //      choose the block is masked. If several tokens chose it, four warps multiply it by wgmma on
-//      Hopper; otherwise each warp with such a row by mma.sync.
+//      Hopper, except with an fp8 cache; otherwise each warp with such a row by mma.sync.
 //   3. A row with a complete split writes partial results, and begins the next split.
 //   Entries of a verified tree are taken as in many_rows.cuh.
 //
@@ -20,19 +20,20 @@
 // the same blocks have the same ranges, so no block is read twice. A masked block changes no bit.
 #include <algorithm>
 
-#include "core/dispatch.h"
 #include "kernels/attention/many_rows_steps.cuh"
 #include "kernels/attention/selected_splits.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
-struct SparseConfig : ManyRowsConfig<T, kDim_> {
+template <typename T, int kDim_, bool kFp8_>
+struct SparseConfig : ManyRowsConfig<T, kDim_, kFp8_> {
   static constexpr int kStages = 2;
   static constexpr bool kMerges = false;
-  static_assert(ManyRowsConfig<T, kDim_>::kStageEntries == kPageSize, "a stage tile is a block");
-  static_assert(ManyRowsConfig<T, kDim_>::kTreeTiles <= kStages, "the tree must fit the stages");
+  static_assert(ManyRowsConfig<T, kDim_, kFp8_>::kStageEntries == kPageSize,
+                "a stage tile is a block");
+  static_assert(ManyRowsConfig<T, kDim_, kFp8_>::kTreeTiles <= kStages,
+                "the tree must fit the stages");
 };
 
 // A token's blocks in the CTA's range.
@@ -182,10 +183,12 @@ __device__ __forceinline__ void attend_block(RowTile<Config::kColumns>& state,
     sees[half] = rows.sees(half, block) ? first_entries(num_entries) : 0;
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if (is_shared) {
-    add_tile<T>(state, stage.keys, stage.values, queries, scale_log2,
-                [&](auto& scores) { hide(scores, sees, 0); });
-    return;
+  if constexpr (!Config::kFp8) {
+    if (is_shared) {
+      add_tile<T>(state, stage.keys, stage.values, queries, scale_log2,
+                  [&](auto& scores) { hide(scores, sees, 0); });
+      return;
+    }
   }
 #endif
   if (!__any_sync(0xffffffffu, (sees[0] | sees[1]) != 0)) return;
@@ -196,10 +199,11 @@ __device__ __forceinline__ void attend_block(RowTile<Config::kColumns>& state,
 #pragma unroll
       for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
     });
+    scale_columns<T>(scores[0][0], stage.keys, kv_tile * kKvTile);
     hide(scores, sees, kv_tile);
-    add_kv_tile<T>(state, scores[0][0], scale_log2, 0, [&](uint32_t (&v)[4], int k16, int n16) {
-      load_fragment_values(v, stage.values, kv_tile * kKvTile + k16 * 16, n16);
-    });
+    add_kv_tile<T>(
+        state, scores[0][0], scale_log2, 0, values_from(stage.values, kv_tile * kKvTile),
+        [&](float (&p)[kKvTileN8][4]) { scale_columns<T>(p, stage.values, kv_tile * kKvTile); });
   }
 }
 
@@ -392,9 +396,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 // ---- launchers
 
-template <typename T, int kDim, bool kIsTree>
+template <typename Config, bool kIsTree>
 void launch_decode(const Context& ctx, const AttentionParams& params) {
-  using Config = SparseConfig<T, kDim>;
   using Smem = SparseSmem<Config>;
   const StepTokens& tokens = params.tokens;
   const int group = params.num_heads / params.num_kv_heads;
@@ -414,7 +417,8 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
   const auto kernel = sparse_decode_kernel<Config, kIsTree>;
   allow_shared_bytes(kernel, bytes);
   launch(ctx, kernel, dim3(num_chunks * params.num_kv_heads, num_ranges, tokens.num_seqs),
-         Config::kThreads, bytes, make_args<T>(params), num_chunks, params.selection.max_splits);
+         Config::kThreads, bytes, make_args<typename Config::Element>(params), num_chunks,
+         params.selection.max_splits);
 }
 
 }  // namespace
@@ -434,12 +438,10 @@ void sparse_decode(const Context& ctx, const AttentionParams& params) {
   if (one_token && params.num_heads / params.num_kv_heads <= kWarpRows) {
     return sparse_one_token(ctx, params);
   }
-  dispatch_half(params.qkv.dtype(), [&](auto element) {
-    using T = decltype(element);
-    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
-      params.by_position ? launch_decode<T, dim.value, true>(ctx, params)
-                         : launch_decode<T, dim.value, false>(ctx, params);
-    });
+  dispatch_selected(params, [&](auto element, auto dim, auto is_fp8) {
+    using Config = SparseConfig<decltype(element), dim.value, is_fp8.value>;
+    params.by_position ? launch_decode<Config, true>(ctx, params)
+                       : launch_decode<Config, false>(ctx, params);
   });
 }
 

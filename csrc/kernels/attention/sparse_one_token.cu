@@ -11,16 +11,16 @@
 //
 // Surprising: nothing is copied before the previous kernel ends, because it chooses the blocks. So
 // latency limits, and the largest number of CTAs is the fastest schedule.
-#include "core/dispatch.h"
 #include "kernels/attention/decode.cuh"
 #include "kernels/attention/selected_splits.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
+template <typename T, int kDim_, bool kFp8_>
 struct OneTokenConfig {
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kColumns = kDim / kWarps;  // dimensions that a warp sums
@@ -31,12 +31,12 @@ struct OneTokenConfig {
 template <typename Config>
 struct OneTokenSmem {
   using T = typename Config::Element;
-  using KvTile = SwizzledTile<T, kKvTile, Config::kDim>;
+  using KvTile = CacheTile<T, Config::kFp8, kKvTile, Config::kDim>;
   union Keys {
     KvTile entries;
     float4 acc[Config::kDim / 8][32];  // probabilities * values of the KV tile
   };
-  static_assert(sizeof(KvTile) == sizeof(Keys));
+  static_assert(sizeof(KvTile) == sizeof(Keys) || Config::kFp8);
   struct Warp {
     Keys keys;
     KvTile values;
@@ -55,6 +55,7 @@ __device__ __forceinline__ void multiply_tile(OneTokenSmem<Config>& smem, float 
   multiply_keys<T>(scores, own.keys.entries, 0, [&](uint32_t (&q)[1][4], int k16) {
     load_fragment_a(q[0], smem.queries, 0, k16);
   });
+  scale_columns<T>(scores[0], own.keys.entries, 0);
   if (num_entries < kKvTile) {
     const uint32_t sees = static_cast<uint32_t>(first_entries(num_entries));
     const uint32_t both[2] = {sees, sees};
@@ -63,12 +64,9 @@ __device__ __forceinline__ void multiply_tile(OneTokenSmem<Config>& smem, float 
   const SoftmaxState sums = softmax_of_kv_tile(scores[0], scale_log2);
   ptx::cp_async_wait<0>();
   __syncwarp();  // the values have arrived; the keys are no longer read
+  scale_columns<T>(scores[0], own.values, 0);
   multiply_kv_tile_values<T, Config::kDim>(
-      scores[0],
-      [&](uint32_t (&v)[4], int k16, int n16) {
-        load_fragment_values(v, own.values, k16 * 16, n16);
-      },
-      [&](int n16, const float (&acc)[2][4]) {
+      scores[0], values_from(own.values, 0), [&](int n16, const float (&acc)[2][4]) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           own.keys.acc[2 * n16 + n][lane] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
@@ -119,9 +117,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int entry = entry_of(warp);
     const int64_t offset =
         entry_offset<kDim>(args, page_of(args.tokens, slot, entry), kv_head, entry);
-    fetch_tile<32>(smem.warps[warp].keys.entries, args.k_cache + offset, kDim, num_entries, lane);
+    fetch_cache<32>(smem.warps[warp].keys.entries, args, kKeys, offset, num_entries, lane);
     ptx::cp_async_commit();
-    fetch_tile<32>(smem.warps[warp].values, args.v_cache + offset, kDim, num_entries, lane);
+    fetch_cache<32>(smem.warps[warp].values, args, kValues, offset, num_entries, lane);
   } else {
     ptx::cp_async_commit();
   }
@@ -172,26 +170,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 // ---- launchers
 
-template <typename T, int kDim>
+template <typename Config>
 void launch_one_token(const Context& ctx, const AttentionParams& params) {
-  using Config = OneTokenConfig<T, kDim>;
   using Smem = OneTokenSmem<Config>;
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a CTA");
   const auto kernel = sparse_one_token_kernel<Config>;
   allow_shared_bytes(kernel, sizeof(Smem));
   launch(ctx, kernel,
          dim3(params.num_kv_heads, params.selection.max_splits, params.tokens.num_seqs),
-         Config::kThreads, sizeof(Smem), make_args<T>(params));
+         Config::kThreads, sizeof(Smem), make_args<typename Config::Element>(params));
 }
 
 }  // namespace
 
 // Graph-safe. Reads from the device: positions, seq_slots, seq_token_begin, page_table, selection.
 void sparse_one_token(const Context& ctx, const AttentionParams& params) {
-  dispatch_half(params.qkv.dtype(), [&](auto element) {
-    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
-      launch_one_token<decltype(element), dim.value>(ctx, params);
-    });
+  dispatch_selected(params, [&](auto element, auto dim, auto is_fp8) {
+    launch_one_token<OneTokenConfig<decltype(element), dim.value, is_fp8.value>>(ctx, params);
   });
 }
 

@@ -13,7 +13,6 @@
 //   3. It writes `out`: a row has one state for all blocks.
 //
 // Surprising: a masked block changes no bit, so the union does not matter to a row.
-#include "core/dispatch.h"
 #include "kernels/attention/many_rows_steps.cuh"
 #include "kernels/attention/selected_splits.cuh"
 #include "kernels/attention/sparse_checks.h"
@@ -21,11 +20,12 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
-struct SparseConfig : ManyRowsConfig<T, kDim_> {
+template <typename T, int kDim_, bool kFp8_>
+struct SparseConfig : ManyRowsConfig<T, kDim_, kFp8_> {
   static constexpr int kStages = 2;
   static constexpr bool kMerges = false;
-  static_assert(ManyRowsConfig<T, kDim_>::kStageEntries == kPageSize, "a stage tile is a block");
+  static_assert(ManyRowsConfig<T, kDim_, kFp8_>::kStageEntries == kPageSize,
+                "a stage tile is a block");
 };
 
 template <typename Config>
@@ -74,19 +74,20 @@ __device__ __forceinline__ void attend_block(RowTile<Config::kColumns>& state,
     sees[half] = rows.sees(half, block) ? first_entries(num_entries) : 0;
   }
   if (!__any_sync(0xffffffffu, (sees[0] | sees[1]) != 0)) return;
-#pragma unroll
+#pragma unroll(Config::kFp8 ? 1 : kPageSize / kKvTile)  // otherwise fp8 spills registers
   for (int kv_tile = 0; kv_tile < kPageSize / kKvTile; ++kv_tile) {
     float scores[1][kKvTileN8][4];
     multiply_keys<T>(scores, stage.keys, kv_tile * kKvTile, [&](uint32_t (&q)[1][4], int k16) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
     });
+    scale_columns<T>(scores[0], stage.keys, kv_tile * kKvTile);
     const uint32_t tile_sees[2] = {static_cast<uint32_t>(sees[0] >> kv_tile * kKvTile),
                                    static_cast<uint32_t>(sees[1] >> kv_tile * kKvTile)};
     mask_scores(scores[0], tile_sees);
-    add_kv_tile<T>(state, scores[0], scale_log2, 0, [&](uint32_t (&v)[4], int k16, int n16) {
-      load_fragment_values(v, stage.values, kv_tile * kKvTile + k16 * 16, n16);
-    });
+    add_kv_tile<T>(
+        state, scores[0], scale_log2, 0, values_from(stage.values, kv_tile * kKvTile),
+        [&](float (&p)[kKvTileN8][4]) { scale_columns<T>(p, stage.values, kv_tile * kKvTile); });
   }
 }
 
@@ -197,9 +198,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 // ---- launchers
 
-template <typename T, int kDim>
+template <typename Config>
 void launch_prefill(const Context& ctx, const AttentionParams& params) {
-  using Config = SparseConfig<T, kDim>;
   const StepTokens& tokens = params.tokens;
   constexpr size_t kSharedBytes = sizeof(SparseSmem<Config>);
   static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a CTA");
@@ -208,7 +208,8 @@ void launch_prefill(const Context& ctx, const AttentionParams& params) {
   const auto kernel = sparse_prefill_kernel<Config>;
   allow_shared_bytes(kernel, kSharedBytes);
   launch(ctx, kernel, dim3(num_chunks * params.num_kv_heads, 1, tokens.num_seqs), Config::kThreads,
-         kSharedBytes, make_args<T>(params), num_chunks, params.selection.dense_len);
+         kSharedBytes, make_args<typename Config::Element>(params), num_chunks,
+         params.selection.dense_len);
 }
 
 }  // namespace
@@ -225,14 +226,12 @@ void check_selected(const AttentionParams& params) {
 void sparse_prefill(const Context& ctx, const AttentionParams& params) {
   check_selected(params);
 #ifdef CPMCU_SM90
-  if (ctx.compute_capability == 90 && params.head_dim == 128) {
+  if (ctx.compute_capability == 90 && params.head_dim == 128 && params.k_scales.empty()) {
     return sparse_prefill_sm90(ctx, params);
   }
 #endif
-  dispatch_half(params.qkv.dtype(), [&](auto element) {
-    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
-      launch_prefill<decltype(element), dim.value>(ctx, params);
-    });
+  dispatch_selected(params, [&](auto element, auto dim, auto is_fp8) {
+    launch_prefill<SparseConfig<decltype(element), dim.value, is_fp8.value>>(ctx, params);
   });
 }
 

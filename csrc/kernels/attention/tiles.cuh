@@ -101,8 +101,6 @@ inline void check_attention(const AttentionParams& p, const char* op) {
         name_of(p.out.dtype()), name_of(p.qkv.dtype()));
   check_kv_cache(op, p.k_cache, p.k_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
   check_kv_cache(op, p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
-  CHECK(p.k_scales.empty() || p.selection.empty(),
-        "{}: sparse attention has an fp8 cache, expected {} like qkv", op, name_of(p.qkv.dtype()));
   CHECK(p.sinks.empty() ||
             (p.sinks.dtype() == DType::kF32 && p.selection.empty() &&
              p.sinks.num_elements() == p.num_heads && (p.head_dim == 64 || p.head_dim == 128)),

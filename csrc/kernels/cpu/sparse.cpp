@@ -7,23 +7,31 @@
 
 #include "kernels/attention/sparse_checks.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/layer/fp8_row.h"
 
 namespace cpmcu::cpu {
 namespace {
 
 // The mean of the keys of `num_tokens` tokens from `first` on, added in order.
 template <typename T>
-void write_mean(const Tensor& k_cache, const StepTokens& tokens, int slot, int head, int first,
+void write_mean(const LayerKeys& layer, const StepTokens& tokens, int slot, int head, int first,
                 int num_tokens, std::vector<float>& sum, T* out) {
-  const int64_t head_dim = k_cache.size(3);
+  const Tensor& cache = layer.k_cache;
+  const int head_dim = static_cast<int>(cache.size(3));
   sum.assign(head_dim, 0);
   for (int token = first; token < first + num_tokens; ++token) {
-    const T* key =
-        k_cache.as<T>() + kv_offset(tokens.page_table, tokens.max_pages, slot, token, head,
-                                    static_cast<int>(k_cache.size(1)), static_cast<int>(head_dim));
-    for (int64_t i = 0; i < head_dim; ++i) sum[i] += to_float(key[i]);
+    const int64_t at = kv_offset(tokens.page_table, tokens.max_pages, slot, token, head,
+                                 static_cast<int>(cache.size(1)), 1);
+    if (layer.k_scales.empty()) {
+      const T* key = cache.as<T>() + at * head_dim;
+      for (int i = 0; i < head_dim; ++i) sum[i] += to_float(key[i]);
+    } else {
+      const uint8_t* codes = cache.as<uint8_t>() + at * head_dim;
+      const float scale = layer.k_scales.as<float>()[at];
+      for (int i = 0; i < head_dim; ++i) sum[i] += scale * from_e4m3(codes[fp8_place(i)]);
+    }
   }
-  for (int64_t i = 0; i < head_dim; ++i) out[i] = from_float<T>(sum[i] / num_tokens);
+  for (int i = 0; i < head_dim; ++i) out[i] = from_float<T>(sum[i] / num_tokens);
 }
 
 // The compressed keys of one layer, sequence and head that end among the tokens [begin, end).
@@ -37,7 +45,7 @@ void compress(const LayerKeys& layer, const StepTokens& tokens, int slot, int he
     if (row == 0) {
       std::fill(out, out + head_dim, from_float<T>(0));
     } else {
-      write_mean(layer.k_cache, tokens, slot, head, (row - 1) * stride, num_tokens, sum, out);
+      write_mean(layer, tokens, slot, head, (row - 1) * stride, num_tokens, sum, out);
     }
   };
   for (int row = begin / kFineStride; row < end / kFineStride; ++row) {
@@ -148,7 +156,7 @@ void compress_keys(const Context&, const CompressKeysParams& p) {
   check_compress(p);
   const int num_layers = static_cast<int>(p.layers.size());
   const int num_heads = static_cast<int>(p.layers.front().k_cache.size(1));
-  dispatch_host_dtype(p.layers.front().k_cache.dtype(), [&](auto t) {
+  dispatch_host_dtype(p.layers.front().compressed.fine.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for collapse(3)
     for (int layer = 0; layer < num_layers; ++layer) {
