@@ -4,8 +4,9 @@
 //
 // Schedule: a CTA owns 16 rows of W.
 //   before the wait  8 warps load W; warp w has k chunks w, w + 8, ... of 64 k, as in skinny_gemm
-//   norm             up to 8 tokens: every CTA norms all rows into shared memory, in the order of
-//                    additions of rms_norm; CTA t also writes row t of x for the experts
+//   norm             up to 8 tokens: every CTA copies all rows to shared memory at once and norms
+//                    them there, in the order of additions of rms_norm; CTA t also writes row t of
+//                    x for the experts
 //   GEMM             mma; the warps' sums are added in warp order
 //   routing          CTA 0 polls for the logits of all CTAs, chooses and sorts (moe_route.cuh)
 //
@@ -31,7 +32,8 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kChunk = 64;        // k of a warp's chunk
-constexpr int kUnroll = 4;        // chunks in flight per warp
+constexpr int kFewChunks = 4;     // chunks in flight per warp; kManyChunks if K is larger
+constexpr int kManyChunks = 8;    // up to K = 4096
 constexpr int kNormedRows = 8;    // most rows that a CTA norms
 constexpr int kMaxNormed = 4096;  // H up to which a CTA norms rows; 2 vectors of 8 a lane
 
@@ -105,15 +107,28 @@ __device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const T* x = static_cast<const T*>(args.norm_x);
   const auto column_of = [&](int i) { return ((i * kWarps + warp) * 32 + lane) * 8; };
+  const auto place_of = [&](int row, int column) {
+    return reinterpret_cast<T*>(rows + row * normed_stride(args.k)) + column;
+  };
+  // A thread reads only what it has copied itself.
+#pragma unroll 1
+  for (int row = 0; row < args.m; ++row) {
 #pragma unroll
-  for (int row = 0; row < kNormedRows; ++row) {
-    if (row >= args.m) break;
+    for (int i = 0; i < kVirtual; ++i) {
+      const int column = column_of(i);
+      if (column < args.k) ptx::cp_async16(place_of(row, column), x + row * args.k + column);
+    }
+  }
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+#pragma unroll 1
+  for (int row = 0; row < args.m; ++row) {
 #pragma unroll
     for (int i = 0; i < kVirtual; ++i) {
       if (i * kWarps + warp >= args.norm_warps) break;
       float sum = 0;
       if (column_of(i) < args.k) {
-        const Vec16<T> v = load<T, 8>(x + row * args.k + column_of(i));
+        const Vec16<T> v = load<T, 8>(place_of(row, column_of(i)));
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum += to_float(v[j]) * to_float(v[j]);
       }
@@ -131,14 +146,15 @@ __device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
     for (int i = 0; i < kVirtual; ++i) {
       const int column = column_of(i);
       if (column >= args.k) break;
-      const Vec16<T> v = load<T, 8>(x + row * args.k + column);
+      T* const place = place_of(row, column);
+      const Vec16<T> v = load<T, 8>(place);
       Vec16<T> normed;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         normed[j] =
             from_float<T>(to_float(v[j]) * scale * (to_float(weights[i][j]) + args.norm_offset));
       }
-      store(reinterpret_cast<T*>(rows + row * normed_stride(args.k)) + column, normed);
+      store(place, normed);
       if (writes) store(static_cast<T*>(args.x) + row * args.k + column, normed);
     }
   }
@@ -150,6 +166,7 @@ __device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 tokens: m <= 8 kGroups
           int kHeld,    // as in choose
+          int kUnroll,  // chunks in flight per warp
           bool kNorms>  // x is normed first
 __global__ void __launch_bounds__(kThreads, 1)
     moe_router_kernel(const __grid_constant__ RouterArgs args) {
@@ -186,6 +203,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
+  // A thread with a logit has the column threadIdx.x % 16 of this CTA.
+  const int own_row = n0 + static_cast<int>(threadIdx.x) % 16;
+  const float bias = args.bias != nullptr && own_row < args.n
+                         ? to_float(static_cast<const T*>(args.bias)[own_row])
+                         : 0.0f;
   ptx::pdl_wait();
   const uint32_t launch = __ldcg(args.launches) + 1;
   if constexpr (kNorms) {
@@ -241,12 +263,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * args.m; i += kThreads) {
-    const int row = i / 16, n = n0 + i % 16;
+    const int row = i / 16, n = own_row;
     if (n >= args.n) continue;
     float sum = 0;
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
-    if (args.bias != nullptr) sum += to_float(static_cast<const T*>(args.bias)[n]);
+    if (args.bias != nullptr) sum += bias;
     if (n < args.routing.num_experts) {
       ptx::store_relaxed8(args.messages + row * args.n + n,
                           uint64_t{launch} << 32 | __float_as_uint(sum));
@@ -321,9 +343,11 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
         if (norms) allow_shared_bytes(kernel, kNormedRows * (2 * kMaxNormed + 64));
         launch(ctx, kernel, grid, dim3(kThreads), shared_bytes, args);
       };
-      if (norms) return run(moe_router_kernel<T, 1, kHeld, true>);
-      num_tokens <= 8 ? run(moe_router_kernel<T, 1, kHeld, false>)
-                      : run(moe_router_kernel<T, 8, kHeld, false>);
+      const bool many = k > kFewChunks * kWarps * kChunk;
+      if (norms && many) return run(moe_router_kernel<T, 1, kHeld, kManyChunks, true>);
+      if (norms) return run(moe_router_kernel<T, 1, kHeld, kFewChunks, true>);
+      num_tokens <= 8 ? run(moe_router_kernel<T, 1, kHeld, kFewChunks, false>)
+                      : run(moe_router_kernel<T, 8, kHeld, kFewChunks, false>);
     });
   });
 }
