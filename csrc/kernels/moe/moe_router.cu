@@ -2,7 +2,8 @@
 //
 // Roofline: latency. W of 128 experts x 2048 is 0.5 MB; it is in registers when x arrives.
 //
-// Schedule: a CTA owns 16 rows of W.
+// Schedule: a CTA owns 4, 8 or 16 rows of W, so 32 to 256 experts have 8 to 17 CTAs. The 92 KB of
+// 16 rows of 2880 k take one SM about 1 us.
 //   before the wait  8 warps load W; warp w has k chunks w, w + 8, ... of 64 k, as in skinny_gemm
 //   norm             up to 8 tokens: every CTA copies all rows to shared memory at once and norms
 //                    them there, in the order of additions of rms_norm; CTA t also writes row t of
@@ -46,6 +47,7 @@ struct RouterArgs {
   const void* norm_weight;  // [k]
   float norm_eps, norm_offset;
   int m, n, k;
+  int cta_rows;    // rows of W of a CTA, at most 16
   int norm_warps;  // warps of rms_norm's CTA
   bool renormalise;
   uint32_t* launches;  // the number of launches before this one
@@ -173,7 +175,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) char normed[];
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, q = lane % 4, n0 = blockIdx.x * 16;
+  const int g = lane / 4, q = lane % 4, n0 = blockIdx.x * args.cta_rows;
+  const int end = min(n0 + args.cta_rows, args.n);
   const uint64_t policy = ptx::evict_first_policy();
   ptx::pdl_launch();
 
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const T* from = static_cast<const T*>(args.w) + int64_t{row} * args.k + k0 + q * 8;
 #pragma unroll
       for (int run = 0; run < 2; ++run) {
-        fragment.v[half][run] = row < args.n && k0 + run * 32 + q * 8 < args.k
+        fragment.v[half][run] = row < end && k0 + run * 32 + q * 8 < args.k
                                     ? ptx::load_stream16(from + run * 32, policy)
                                     : uint4{0, 0, 0, 0};
       }
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // A thread with a logit has the column threadIdx.x % 16 of this CTA.
   const int own_row = n0 + static_cast<int>(threadIdx.x) % 16;
-  const float bias = args.bias != nullptr && own_row < args.n
+  const float bias = args.bias != nullptr && own_row < end
                          ? to_float(static_cast<const T*>(args.bias)[own_row])
                          : 0.0f;
   ptx::pdl_wait();
@@ -264,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * args.m; i += kThreads) {
     const int row = i / 16, n = own_row;
-    if (n >= args.n) continue;
+    if (n >= end) continue;
     float sum = 0;
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
@@ -309,6 +312,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   CHECK_STATE(p.memory.num_bytes() >= moe_router_bytes(num_tokens, n),
               "moe_router: {} bytes of memory, expected {} for {} tokens", p.memory.num_bytes(),
               moe_router_bytes(num_tokens, n), num_tokens);
+  const int cta_rows = n > 160 ? 16 : n > 64 ? 8 : 4;
   RouterArgs args{.logits = p.logits.as<float>(),
                   .x = p.x.data(),
                   .w = p.w.data(),
@@ -320,6 +324,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
                   .m = static_cast<int>(num_tokens),
                   .n = static_cast<int>(n),
                   .k = static_cast<int>(k),
+                  .cta_rows = cta_rows,
                   .norm_warps = 2,
                   .renormalise = p.renormalise,
                   .launches = p.memory.as<uint32_t>(),
@@ -334,7 +339,7 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
     while (args.norm_warps * 32 < k / 8) args.norm_warps *= 2;  // as in rms_norm
     shared_bytes = static_cast<size_t>(num_tokens) * (2 * k + 64);
   }
-  const dim3 grid((n + 15) / 16);
+  const dim3 grid((n + args.cta_rows - 1) / args.cta_rows);
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     dispatch_held(p.routing.num_experts, [&](auto held) {
