@@ -6,6 +6,7 @@ words of 32 bits. Token t is allowed if bit t % 32 of word t / 32 is set.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -65,8 +66,8 @@ class GrammarCompiler:
             ) from error
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        self._failed: deque[tuple[Grammar, Any]] = deque()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._failed: deque[tuple[Grammar, _Compiled]] = deque()
 
     def start(self, grammar: Grammar) -> GrammarState:
         """The state of an empty output.
@@ -76,16 +77,22 @@ class GrammarCompiler:
         """
         with self._lock:
             self._drop_failed()
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
                 matcher = self._compile(grammar)
-                self._compiled[grammar] = matcher
+                compiled = _Compiled(matcher, _can_roll_back(matcher.deep_copy()))
+                self._compiled[grammar] = compiled
                 if len(self._compiled) > _CACHE_SIZE:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            copy = matcher.deep_copy()
-        failed = functools.partial(self._failed.append, (grammar, matcher))
-        return GrammarState(copy, self._tokenizer, self._num_words, on_failure=failed)
+            matcher = compiled.matcher.deep_copy()
+        return GrammarState(
+            matcher,
+            self._tokenizer,
+            self._num_words,
+            functools.partial(self._failed.append, (grammar, compiled)),
+            can_roll_back=compiled.can_roll_back,
+        )
 
     def _drop_failed(self) -> None:
         """Drops grammars with a failed copy: all copies share a lexer, which then fails for all.
@@ -93,8 +100,8 @@ class GrammarCompiler:
         A grammar fails on the engine thread, which must not wait for the compilation of another.
         """
         while self._failed:
-            grammar, matcher = self._failed.popleft()
-            if self._compiled.get(grammar) is matcher:
+            grammar, compiled = self._failed.popleft()
+            if self._compiled.get(grammar) is compiled:
                 del self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -159,8 +166,20 @@ class GrammarCompiler:
         return str(make.grammar_from_lark(grammar.source))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
+    """A compiled grammar, of which each output has a copy."""
+
+    matcher: Any
+    can_roll_back: bool
+
+
 class GrammarState:
-    """The state of one output in its grammar. Not thread-safe."""
+    """The state of one output in its grammar. Not thread-safe.
+
+    `can_roll_back`: the matcher can take a token back. One whose rules have `max_tokens` or `stop`
+    cannot; a drafted token is then consumed by a copy, which is slower.
+    """
 
     def __init__(
         self,
@@ -168,8 +187,11 @@ class GrammarState:
         tokenizer: Any,
         num_words: int,
         on_failure: Callable[[], None] = lambda: None,
+        *,
+        can_roll_back: bool = True,
     ) -> None:
         self._matcher = matcher
+        self._can_roll_back = can_roll_back
         self._on_failure = on_failure
         self._eos = frozenset(tokenizer.eos_tokens)
         self._num_words = num_words
@@ -195,7 +217,7 @@ class GrammarState:
             if self.stopped or "satisfy the grammar" in reason:
                 reason = f"token {token} was drawn, but the grammar does not allow it here{reason}"
                 raise GrammarError(reason)
-            raise self._failure()
+            raise self._failure(self._matcher)
         self.stopped = self._matcher.is_stopped()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
@@ -213,30 +235,34 @@ class GrammarState:
                 children[parents[node]].append(node)
         masks: dict[int, Words] = {}
 
-        def visit(node: int) -> None:
-            masks[node] = mask = self._mask()
+        def visit(node: int, matcher: Any) -> None:
+            masks[node] = mask = self._mask(matcher)
+            if matcher.is_error():
+                raise self._failure(matcher)
             for child in children[node]:
                 token = tokens[child]
                 if token in self._eos or not int(mask[token // 32]) >> token % 32 & 1:
                     continue
-                self._matcher.consume_token(token)
-                if not self._matcher.is_stopped():
-                    visit(child)
-                self._matcher.rollback(1)
+                after = matcher if self._can_roll_back else matcher.deep_copy()
+                after.consume_token(token)
+                if not after.is_stopped():
+                    visit(child, after)
+                if self._can_roll_back:
+                    matcher.rollback(1)
 
         if not self.stopped:
-            visit(0)
+            visit(0, self._matcher)
         if self._matcher.is_error():
-            raise self._failure()
+            raise self._failure(self._matcher)
         self.seconds += time.perf_counter() - begin
         return masks
 
-    def _failure(self) -> GrammarError:
+    def _failure(self, matcher: Any) -> GrammarError:
         self._on_failure()
-        return GrammarError(f"the grammar cannot be followed{_reason(self._matcher)}")
+        return GrammarError(f"the grammar cannot be followed{_reason(matcher)}")
 
-    def _mask(self) -> Words:
-        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+    def _mask(self, matcher: Any) -> Words:
+        matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         mask: Words = self._buffer[: self._num_words].copy()
         return mask
 
@@ -324,6 +350,16 @@ def _trial(matcher: Any) -> str:
         if not matcher.consume_token(int(allowed[len(allowed) // 2])):
             return str(matcher.get_error())
     return ""
+
+
+def _can_roll_back(matcher: Any) -> bool:
+    """Whether a matcher can take a token back, found by a token that its grammar allows."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    if len(allowed):
+        matcher.consume_token(int(allowed[-1]))
+        matcher.rollback(1)
+    return not matcher.is_error()
 
 
 def _why(grammar: Grammar, reason: str) -> str:

@@ -12,10 +12,13 @@ from tokenizers_for_tests import SPECIAL, byte_fallback, byte_level, write_direc
 
 from cpmcu import Grammar, SamplingParams
 from cpmcu.tokenizer import Tokenizer
+from tests.unit.test_bad_words import models, output_of
 
 llguidance = pytest.importorskip("llguidance")
 
 from cpmcu.engine.grammar import GrammarCompiler, GrammarState, pack_masks  # noqa: E402
+
+__all__ = ["models"]
 
 SCHEMA = {
     "type": "object",
@@ -426,3 +429,24 @@ def test_pack_masks():
     assert words.tolist() == [[5, 6], [7, 8], [9, 1]] and words.dtype == np.uint32
     rows, words = pack_masks([{}, {}], num_nodes=1)
     assert rows == [-1, -1] and words.shape == (0, 0)
+
+
+ONE_WAY = [
+    'start: a "." b\na[max_tokens=4]: /(?s:.*)/\nb[max_tokens=9]: /(?s:.*)/',
+    'start: a b\na[stop=":"]: /(?s:.*)/\nb[stop=")"]: /(?s:.*)/',
+    "start[max_tokens=12]: /(?s:.*)/",  # as guidance sends gen(max_tokens=12)
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("source", ONE_WAY)
+def test_rules_with_limits_are_followed_under_speculation(models, source, temperature):
+    """The matchers of such grammars cannot take a drafted token back."""
+    grammar = Grammar.lark(source)
+    output = output_of(models, temperature=temperature, grammar=grammar)
+    if source == ONE_WAY[2]:
+        assert 0 < len(output.token_ids) <= 13
+        assert output.finish_reason == "stop"
+    elif source == ONE_WAY[1]:
+        assert ")" not in output.text.partition(":")[2][:-1]
+    assert output.text
