@@ -249,6 +249,13 @@ void Engine::bind() {
   sampler_.bind(*arena_);
   step_.bind(*arena_);
   step_.list_tensors(weights_);
+  if (whole_) {
+    const WeightTable of_draft = step_.divided_tensors();
+    if (!of_draft.entries().empty()) {
+      const WeightTable part = weights_;
+      weights_.take_parts(of_draft, part, rank_, config_.num_ranks);
+    }
+  }
   slots_.resize(static_cast<size_t>(seqs));
   graphs_.emplace(ctx_, config_.cuda_graph);
   if (config_.plans_for) return;  // what follows writes to the arena

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <memory>
 #include <string_view>
 
 #include "core/exchange.h"
+#include "layers/sublayer.h"
 #include "model/transformer.h"
 #include "state/state_cache.h"
 
@@ -91,6 +94,27 @@ class Divider {
     if (block.kind == "short_conv") return short_conv(block, name + "conv.");
     if (block.kind == "mamba2") return mamba2(block, name + "mamba.");
     return block.kind == "mlp" ? mlp(block, name) : attention(block, name);
+  }
+
+  // `name`: the prefix of the layer's modules.
+  BlockSpec attention(BlockSpec block, const std::string& name) const {
+    const std::string attn = name + "self_attn.";
+    const int all_heads = block.params.integer("num_attention_heads", whole_.num_attention_heads);
+    const int all_kv_heads =
+        block.params.integer("num_key_value_heads", whole_.num_key_value_heads);
+    const int heads = divide(attn, "num_attention_heads", all_heads);
+    const int kv_heads = divide_kv_heads(attn, all_kv_heads);
+    if (block.params.flag("joint_qk_norm", false)) {
+      block.params.set("num_q_proj_heads", int64_t{all_heads});
+      block.params.set("num_k_proj_heads", int64_t{all_kv_heads});
+    }
+    block.params.set("num_attention_heads", int64_t{heads});
+    block.params.set("num_key_value_heads", int64_t{kv_heads});
+    const int head_dim = block.params.integer("head_dim", whole_.head_dim);
+    check_rows(attn + "qkv_proj", int64_t{heads} * head_dim);
+    check_rows(attn + "qkv_proj", int64_t{kv_heads} * head_dim);
+    check_inputs(attn + "o_proj", int64_t{heads} * head_dim);
+    return block;
   }
 
  private:
@@ -183,29 +207,35 @@ class Divider {
     return block;
   }
 
-  BlockSpec attention(BlockSpec block, const std::string& name) const {
-    const std::string attn = name + "self_attn.";
-    const int all_heads = block.params.integer("num_attention_heads", whole_.num_attention_heads);
-    const int all_kv_heads =
-        block.params.integer("num_key_value_heads", whole_.num_key_value_heads);
-    const int heads = divide(attn, "num_attention_heads", all_heads);
-    const int kv_heads = divide_kv_heads(attn, all_kv_heads);
-    if (block.params.flag("joint_qk_norm", false)) {
-      block.params.set("num_q_proj_heads", int64_t{all_heads});
-      block.params.set("num_k_proj_heads", int64_t{all_kv_heads});
-    }
-    block.params.set("num_attention_heads", int64_t{heads});
-    block.params.set("num_key_value_heads", int64_t{kv_heads});
-    const int head_dim = block.params.integer("head_dim", whole_.head_dim);
-    check_rows(attn + "qkv_proj", int64_t{heads} * head_dim);
-    check_rows(attn + "qkv_proj", int64_t{kv_heads} * head_dim);
-    check_inputs(attn + "o_proj", int64_t{heads} * head_dim);
-    return block;
-  }
-
   const ModelSpec& whole_;
   const int num_ranks_;
 };
+
+// The limits of a model of which only the tensors are listed.
+constexpr StepLimits kLeast{
+    .max_tokens = 1, .max_decode_tokens = 1, .max_tree_size = 1, .max_kv = 1};
+
+// The tensors that `list` lists, once `plan_all` has planned their memory, which they do not get.
+WeightTable listed(const std::function<void(MemoryPlan&, ModelState&)>& plan_all,
+                   const std::function<void(const Arena&, const ModelState&, WeightTable&)>& list) {
+  const DeviceContext ctx(Device{});
+  MemoryPlan plan;
+  StateCache states;
+  ModelState& state = states.add_model("");
+  plan_all(plan, state);
+  states.plan_slots(plan, 1, 1);
+  states.plan_pages(plan, std::vector<int64_t>(static_cast<size_t>(states.num_groups()), 1));
+  plan.assign();
+  const auto arena = Arena::of_addresses(plan);
+  states.bind(ctx, *arena);
+  WeightTable table;
+  list(*arena, state, table);
+  return table;
+}
+
+std::string layer_name(const std::string& scope, int layer) {
+  return scope + "layers." + std::to_string(layer) + ".";
+}
 
 }  // namespace
 
@@ -239,22 +269,53 @@ ModelSpec without_other_heads(const ModelSpec& part) {
 }
 
 WeightTable tensors_of(const ModelSpec& spec) {
-  const DeviceContext ctx(Device{});
   Transformer model(spec);
-  MemoryPlan plan;
-  StateCache states;
-  ModelState& state = states.add_model("");
-  model.plan(plan, state,
-             {.max_tokens = 1, .max_decode_tokens = 1, .max_tree_size = 1, .max_kv = 1}, 1, 1);
-  states.plan_slots(plan, 1, 1);
-  states.plan_pages(plan, std::vector<int64_t>(static_cast<size_t>(states.num_groups()), 1));
-  plan.assign();
-  const auto arena = Arena::of_addresses(plan);
-  states.bind(ctx, *arena);
-  model.bind(*arena, state);
-  WeightTable table;
-  model.list_tensors(table);
-  return table;
+  return listed([&](MemoryPlan& plan, ModelState& state) { model.plan(plan, state, kLeast, 1, 1); },
+                [&](const Arena& arena, const ModelState& state, WeightTable& table) {
+                  model.bind(arena, state);
+                  model.list_tensors(table);
+                });
+}
+
+ModelSpec with_part_of_attention(const ModelSpec& whole, int num_ranks, const std::string& scope) {
+  const Divider divider(whole, num_ranks);
+  ModelSpec part = whole;
+  part.layers.clear();
+  for (int layer = 0; layer < whole.num_hidden_layers; ++layer) {
+    LayerSpec& blocks = part.layers.emplace_back();
+    for (const BlockSpec& block : whole.layer(layer)) {
+      const bool divides = block.kind == "attention";
+      blocks.push_back(divides ? divider.attention(block, layer_name(scope, layer)) : block);
+    }
+  }
+  return part;
+}
+
+WeightTable attention_tensors_of(const ModelSpec& spec, const std::string& scope) {
+  std::vector<std::unique_ptr<Sublayer>> blocks;
+  for (int layer = 0; layer < spec.num_hidden_layers; ++layer) {
+    for (const BlockSpec& block : spec.layer(layer)) {
+      if (block.kind != "attention") continue;
+      Params params;
+      for (const auto& [name, value] : block.params.values()) {
+        if (name != "kv_layer") params.set(name, value);  // q_proj and o_proj do not depend on it
+      }
+      blocks.push_back(std::make_unique<Sublayer>(
+          layer, block.kind,
+          BlockConfig{
+              .spec = spec, .params = params, .prefix = layer_name(scope, layer), .scope = ""}));
+    }
+  }
+  return listed(
+      [&](MemoryPlan& plan, ModelState& state) {
+        for (const auto& block : blocks) block->plan(plan, state, kLeast);
+      },
+      [&](const Arena& arena, const ModelState& state, WeightTable& table) {
+        for (const auto& block : blocks) {
+          block->bind(arena, state);
+          block->list_tensors(table);
+        }
+      });
 }
 
 }  // namespace cpmcu

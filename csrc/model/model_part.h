@@ -17,6 +17,8 @@
 // If there are fewer KV heads than ranks, several ranks have the same one.
 #pragma once
 
+#include <string>
+
 #include "core/model_spec.h"
 #include "core/weights.h"
 
@@ -30,5 +32,12 @@ ModelSpec without_other_heads(const ModelSpec& part);
 
 // The tensors of a model, without memory: only their shapes may be read.
 WeightTable tensors_of(const ModelSpec& spec);
+
+// A draft that reads the keys of its target: each rank has its heads of the attention blocks, and
+// all of the other blocks. `scope` begins the names of the draft.
+ModelSpec with_part_of_attention(const ModelSpec& whole, int num_ranks, const std::string& scope);
+
+// As tensors_of, of the attention blocks alone, and as if each stored keys of its own.
+WeightTable attention_tensors_of(const ModelSpec& spec, const std::string& scope);
 
 }  // namespace cpmcu

@@ -28,7 +28,7 @@ class OpList {
   void end_groups() { group_rows_ = 0; }
 
   // For a model that is divided among GPUs. After this call, add_linear writes its result to `part`
-  // [T, H]. An op of its own sums the parts of all ranks.
+  // [T, H]. An op of its own sums the parts of all ranks. An empty value ends this.
   void sum_over_ranks(const Value& part) { part_ = part; }
   bool sums_over_ranks() const { return part_.id >= 0; }
   const Value& part() const { return part_; }

@@ -128,6 +128,8 @@ class Drafter {
   virtual void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) = 0;
   virtual void bind(const Arena& arena) = 0;
   virtual void list_tensors(WeightTable&) {}
+  // The tensors of which each rank has a part, in the shapes of all ranks together.
+  virtual WeightTable divided_tensors() const { return {}; }
   virtual void finish_loading(const Context&, const TargetParts&) {}
   // Runs the draft over a prompt chunk.
   virtual void prefill(const Context&, const DraftPrompt&) {}

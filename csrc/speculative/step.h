@@ -85,6 +85,10 @@ class SpeculativeStep {
   void bind(const Arena& arena);
   void clear(const Context& ctx);  // after `bind`, before the first sequence
   void list_tensors(WeightTable& table) const;
+  // As Drafter::divided_tensors.
+  WeightTable divided_tensors() const {
+    return drafter_ ? drafter_->divided_tensors() : WeightTable();
+  }
   void finish_loading(const Context& ctx);
 
   // ---- the step. Graph-safe

@@ -8,18 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import load_model
-from tests.engine.drafted import COUNT, PROMPTS, SAMPLINGS, TREES, VOCAB, Drive
+from tests.engine.drafted import COUNT, PROMPTS, QUANT_CONFIGS, SAMPLINGS, TREES, VOCAB, Drive
 from tests.engine.harness import SMALL
 from tests.engine.prefix import Job, running
+from tests.engine.test_mixed import compressed, group
 from tests.missing import missing
 from tests.reference.engines import extension_or_skip
 from tests.reference.hf_model import hf_model
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_safetensors, write_tiny
+from tests.reference.tiny_mixed import write_mixed
 
-extension_or_skip()
+C = extension_or_skip()
 
 LAYERS = ["sliding_attention", "full_attention"] * 2
 TARGETS: dict[str, dict[str, Any]] = {
@@ -114,7 +117,8 @@ def write(directory: Path, model: Any, dtype: str = "float32", **keys: Any) -> P
 
 
 def load(target: Path, draft: Path | None, device: str = "cpu", **keys: Any) -> Any:
-    engine = {name: keys.pop(name) for name in ("max_num_seqs", "kv_cache_dtype") if name in keys}
+    names = ("max_num_seqs", "kv_cache_dtype", "tensor_parallel_size")
+    engine = {name: keys.pop(name) for name in names if name in keys}
     named = {"draft_model_path": str(draft)} if draft else {"no_speculation": True}
     config = EngineConfig(
         device=device,
@@ -150,12 +154,15 @@ def chain_of_transformers(target: Any, model: Any, text: list[int], count: int) 
     return drafted
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-def test_drafts_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("dense", 1), ("dense", 2), ("dense", 4), ("E", 1), ("E", 2)]
+)
+def test_drafts_are_those_of_transformers(kind: str, num_ranks: int, tmp_path: Path) -> None:
     target = write_tiny(tmp_path / "target", "gemma4", vocab_size=VOCAB, **TARGETS[kind])
     model = assistant(target)
     reference = hf_model(target.config, target.weights)
-    engine = load(target.directory, write(tmp_path / "draft", model), **TREES["chain"])
+    ranks = {"tensor_parallel_size": num_ranks}
+    engine = load(target.directory, write(tmp_path / "draft", model), **ranks, **TREES["chain"])
     seen = set()
     for length in (1, 2, 40, 64, 65):
         text = [int(i) for i in np.random.default_rng(length).integers(VOCAB, size=length)]
@@ -196,6 +203,51 @@ def test_the_text_is_the_same(kind: str, tree: str, tmp_path: Path, device: str)
         for fields in (SAMPLINGS["greedy"], SAMPLINGS["all"]):
             expected = plain.one(ids, COUNT, **fields)
             assert drive.one(ids, COUNT, 50, **fields) == expected, len(ids)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_text_of_two_ranks(kind: str, tmp_path: Path, device: str) -> None:
+    """Each rank has the heads that read its part of the keys. The memory of q_proj is halved."""
+    if device == "cuda" and C.device_count() < 2:
+        pytest.skip("one GPU")
+    target, draft = pair(tmp_path, device, kind)
+    ranks, fp8 = {"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8_e4m3"}
+    for config in (ranks, {**ranks, **fp8}):
+        plain = Drive(load(target, None, device, **config))
+        for tree in ("chain", "wide"):
+            drive = Drive(load(target, draft, device, **config, **TREES[tree]), 2)
+            for ids in PROMPTS[3:6]:
+                for fields in (SAMPLINGS["greedy"], SAMPLINGS["all"]):
+                    expected = plain.one(ids, COUNT, **fields)
+                    assert drive.one(ids, COUNT, 50, **fields) == expected, len(ids)
+    one = load(target, draft, device, **TREES["chain"]).memory_plan(0)
+    of_one, of_two = (
+        {row["name"]: row["bytes"] for row in rows if row["name"].startswith("draft.layers.0.")}
+        for rows in (one, drive.engine.memory_plan(0))
+    )
+    halved = {name: of_one[f"draft.layers.0.self_attn.{name}_proj"] // 2 for name in "qo"}
+    assert of_two == of_one | {f"draft.layers.0.self_attn.{n}_proj": halved[n] for n in "qo"}
+
+
+@pytest.mark.parametrize("form", ["int8", "gptq4_g32"])
+def test_a_quantised_assistant_of_two_ranks(form: str, tmp_path: Path) -> None:
+    """The ranks have parts of the stored integers, and draft what one rank drafts."""
+    target, draft = pair(tmp_path, "cpu")
+    weights = load_file(draft / "model.safetensors")
+    config = json.loads((draft / "config.json").read_text())
+    quant = {**QUANT_CONFIGS, "int8": compressed(group(["Linear"], "int8"))}[form]
+    forms = dict.fromkeys(("layers.", "pre_projection", "post_projection"), form)
+    made = write_mixed(tmp_path / "quantised", config, weights, forms, quant)
+    trees = []
+    for num_ranks in (1, 2):
+        ranks = {"tensor_parallel_size": num_ranks}
+        engine = load(target, made, **ranks, **TREES["wide"])
+        slot, _ = Drive(engine).start(PROMPTS[3], 30, max_tokens=60)
+        assert engine.reserve(slot, len(PROMPTS[3]) + 1 + engine.tokens_per_step)
+        trees.append(engine.begin_masked([slot], None))
+        engine.end_masked([-1] * len(trees[-1][0][0]), np.zeros((0, 0), np.uint32))
+        engine.collect()
+    assert trees[0] == trees[1] and len(trees[0][0][0]) == 33
 
 
 def test_the_text_is_the_same_with_an_fp8_cache(tmp_path: Path, device: str) -> None:

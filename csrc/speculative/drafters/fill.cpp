@@ -61,6 +61,7 @@ class FillDrafter : public Drafter {
   }
 
   void list_tensors(WeightTable& table) override { part_->list_tensors(table); }
+  WeightTable divided_tensors() const override { return part_->divided_tensors(); }
 
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     fill_bytes(ctx.device, buffer_, 0, num_bytes_, ctx.stream);

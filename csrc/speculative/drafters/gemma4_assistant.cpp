@@ -7,6 +7,8 @@
 // The hidden state is the target's after its final norm, of the last cached token. For a drafted
 // token it is the state that its parent gave. All drafted tokens have the root's position. The
 // assistant stores nothing, so a step without a draft leaves no gap, and prompts need no pass.
+//
+// Each of several ranks has the heads that read its part of the keys, and all other layers.
 // Source: transformers, Gemma4AssistantForCausalLM.
 #include <memory>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "kernels/layer/gather_rows.h"
 #include "kernels/tree/keyless_rows.h"
 #include "layers/sublayer.h"
+#include "model/model_part.h"
 #include "pass/replay.h"
 #include "speculative/beam_drafter.h"
 #include "speculative/draft_head.h"
@@ -24,9 +27,13 @@
 namespace cpmcu {
 namespace {
 
-// The draft's layers read the target's cache, so they need its form.
+// The draft's layers read the target's cache, so they need its form and heads.
 DrafterSpec with_cache_of(DrafterSpec spec, const ModelSpec& target) {
-  if (spec.model) spec.model->fp8_kv_cache = target.fp8_kv_cache;
+  if (!spec.model) return spec;
+  spec.model->fp8_kv_cache = target.fp8_kv_cache;
+  if (target.num_ranks > 1) {
+    spec.model = with_part_of_attention(*spec.model, target.num_ranks, spec.scope);
+  }
   return spec;
 }
 
@@ -34,6 +41,7 @@ class Gemma4Assistant : public BeamDrafter {
  public:
   Gemma4Assistant(const DrafterSpec& spec, const ModelSpec& target)
       : BeamDrafter(with_cache_of(spec, target), target),
+        whole_(target.num_ranks > 1 ? spec.model : std::nullopt),
         head_(spec_, vocab_ids_, target),
         pre_(HeadParts::make_layer(model(), spec_.scope + "pre_projection",
                                    2 * int64_t{target.hidden_size}, model().hidden_size)),
@@ -41,10 +49,6 @@ class Gemma4Assistant : public BeamDrafter {
                                     target.hidden_size)),
         final_norm_(model(), spec_.scope + "norm") {
     spec_.options.check_known("a Gemma 4 assistant", {"topk", "vocab_ids", "own_head"});
-    CHECK(target.num_ranks == 1,
-          "a Gemma 4 assistant reads the target's keys, which are divided among {} GPUs; expected "
-          "tensor_parallel_size 1",
-          target.num_ranks);
     for (int i = 0; i < model().num_hidden_layers; ++i) {
       const LayerSpec layer = model().layer(i);
       CHECK(layer.size() == 2, "a layer of the assistant has {} blocks, expected 2", layer.size());
@@ -88,6 +92,7 @@ class Gemma4Assistant : public BeamDrafter {
     hidden_id_ = scratch("hidden", model().hidden_size, kEmbed);
     normed_id_ = scratch("normed", model().hidden_size, kEmbed);
     branch_id_ = scratch("branch", model().hidden_size, kEmbed);
+    if (whole_) part_id_ = scratch("part", model().hidden_size, kEmbed);
     recycled_id_ = scratch("recycled", target_.hidden_size, kEmbed);
   }
 
@@ -107,6 +112,7 @@ class Gemma4Assistant : public BeamDrafter {
     hidden_ = tensor(hidden_id_, model().hidden_size);
     normed_ = tensor(normed_id_, model().hidden_size);
     branch_ = tensor(branch_id_, model().hidden_size);
+    if (whole_) part_ = tensor(part_id_, model().hidden_size);
     recycled_ = tensor(recycled_id_, target_.hidden_size);
     pass_.append([&](OpList& ops) { append(ops); });
   }
@@ -117,6 +123,10 @@ class Gemma4Assistant : public BeamDrafter {
     for (const auto& layer : layers_) layer->list_tensors(table);
     final_norm_.list_tensors(table);
     head_.list_tensors(table);
+  }
+
+  WeightTable divided_tensors() const override {
+    return whole_ ? attention_tensors_of(*whole_, spec_.scope) : WeightTable();
   }
 
   void finish_loading(const Context& ctx, const TargetParts& target) override {
@@ -170,7 +180,10 @@ class Gemma4Assistant : public BeamDrafter {
     const Value both = ops.value("concat", both_), hidden = ops.value("hidden", hidden_),
                 normed = ops.value("normed", normed_), branch = ops.value("branch", branch_);
     ops.linear(spec_.scope + "pre_projection", *pre_, hidden, both);
-    for (const auto& layer : layers_) layer->append(ops, hidden, normed, branch);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      if (whole_) ops.sum_over_ranks(i % 2 == 0 ? ops.value("part", part_) : Value{});
+      layers_[i]->append(ops, hidden, normed, branch);
+    }
     final_norm_.append(ops, normed, hidden);
     ops.linear(spec_.scope + "post_projection", *post_, ops.value("recycled", recycled_), normed);
   }
@@ -216,6 +229,7 @@ class Gemma4Assistant : public BeamDrafter {
     return normed_.rows(0, num_rows);
   }
 
+  const std::optional<ModelSpec> whole_;  // the undivided draft; empty: there is one rank
   DraftHead head_;
   std::unique_ptr<LinearMethod> pre_, post_;
   RmsNorm final_norm_;
@@ -226,9 +240,10 @@ class Gemma4Assistant : public BeamDrafter {
   KeylessRowsParams rows_;
   int64_t max_rows_ = 0;
   MemoryPlan::Id rows_id_ = 0, both_id_ = 0, hidden_id_ = 0, normed_id_ = 0, branch_id_ = 0,
-                 recycled_id_ = 0;
+                 recycled_id_ = 0, part_id_ = 0;
   Tensor both_;                      // [B k, 2 H] H: of the target
   Tensor hidden_, normed_, branch_;  // [B k, h]
+  Tensor part_;                      // [B k, h] of a sum over ranks
   Tensor recycled_;                  // [B k, H]
 };
 
