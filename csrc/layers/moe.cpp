@@ -75,6 +75,11 @@ struct MoeShape {
   // Whether the GEMM of gate and up computes silu(gate) * up itself.
   bool is_plain() const { return activation.is_silu() && !expert_bias && !alternating_gate_up; }
 
+  // Whether expert_gemm can compute the activation with its bias.
+  bool is_swiglu() const {
+    return activation.kind == Activation::kClampedSwiglu && expert_bias && alternating_gate_up;
+  }
+
   int router_rows() const { return num_experts + (shared_gate ? 1 : 0); }
 };
 
@@ -387,10 +392,16 @@ class MoeBlock : public Block {
   void multiply(const Context& ctx, const Tensor& x) const {
     const int64_t num_pairs = x.size(0) * shape_.top_k;
     const Tensor act = act_.rows(0, num_pairs), out = out_.rows(0, num_pairs);
-    const bool plain = shape_.is_plain();
-    const Tensor both = plain ? act : both_.rows(0, num_pairs);
-    gate_up_->forward(ctx, {.y = both, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
-    if (!plain) activate(ctx, act, both, nullptr);
+    const bool fuses = shape_.is_plain() || shape_.is_swiglu();
+    const Tensor both = fuses ? act : both_.rows(0, num_pairs);
+    gate_up_->forward(ctx, {.y = both,
+                            .x = x,
+                            .pairs_per_x = shape_.top_k,
+                            .routing = routing_,
+                            .swiglu_bias = shape_.is_swiglu() ? gate_up_bias_ : Tensor(),
+                            .swiglu_alpha = shape_.activation.alpha,
+                            .swiglu_limit = shape_.activation.limit});
+    if (!fuses) activate(ctx, act, both, nullptr);
     down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
   }
 

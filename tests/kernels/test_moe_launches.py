@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kernels.test_experts import check_sorted, random_logits, route, w4_experts
+from tests.kernels.group_weights import FloatWeights
+from tests.kernels.test_experts import (
+    check_sorted,
+    expert_inputs,
+    grouped,
+    random_logits,
+    route,
+    w4_experts,
+)
 from tests.kernels.util import (
     GPU,
     context,
@@ -98,6 +106,44 @@ def test_combine_and_norm(device: str, dtype: str, num_tokens: int, width: int) 
     )
     assert np.array_equal(fused.numpy(), separate.numpy())
     assert np.array_equal(normed.numpy(), expected.numpy())
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "k"),
+    sizes((1, 40, 352), (7, 168, 96), (9, 40, 2880), (70, 40, 1120)),
+)
+def test_swiglu_has_the_bits_of_its_parts(
+    device: str, dtype: str, is_packed: bool, num_tokens: int, width: int, k: int
+) -> None:
+    """The experts of gpt-oss, dense or MXFP4: as a GEMM of experts and gated_activation after it.
+
+    The bits of a token's pairs do not depend on the other tokens.
+    """
+    num_experts, top_k, n = 6, 3, 2 * width
+    x, dense = expert_inputs(num_tokens, num_experts, n, k, dtype)
+    rng = np.random.default_rng(k)
+    bias = put(device, rounded(rng.standard_normal((num_experts, n)), dtype), dtype)
+    w = put(device, dense, dtype)
+    if is_packed:
+        made = [FloatWeights("mxfp4", n, k, seed=seed) for seed in range(num_experts)]
+        blocks = np.stack([each.blocks(device).numpy().reshape(-1) for each in made])
+        w = put_raw(device, blocks), {"n": n, "k": k, **made[0].layout}
+    logits = random_logits(num_tokens, num_experts)
+    routing = route(device, logits, num_experts, top_k, True)
+    both = grouped(device, x, w, routing, dtype, dtype, n, pairs_per_x=top_k)
+    expected = empty(device, [num_tokens * top_k, width], dtype)
+    ops.gated_activation(
+        context(device), out=expected, x=both, kind="clamped_swiglu", alpha=1.5, limit=3.0,
+        alternates=True, bias=bias, index=routing.experts,
+    )  # fmt: skip
+    swiglu = {"swiglu_bias": bias, "swiglu_alpha": 1.5, "swiglu_limit": 3.0}
+    y = grouped(device, x, w, routing, dtype, dtype, width, pairs_per_x=top_k, **swiglu)
+    assert np.array_equal(y.numpy(), expected.numpy())
+    alone = route(device, logits[-1:], num_experts, top_k, True)
+    last = grouped(device, x[-1:], w, alone, dtype, dtype, width, pairs_per_x=top_k, **swiglu)
+    assert np.array_equal(last.numpy(), expected.numpy()[-top_k:])
 
 
 @GPU

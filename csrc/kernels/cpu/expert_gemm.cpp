@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "kernels/layer/gated_activation.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -17,6 +18,7 @@ struct Rows {
   Routing routing;
   int pairs_per_x;
   bool sorted_x, sorted_y;
+  const ExpertRows* swiglu = nullptr;  // its fields of this name; null: no activation
 
   Rows(const ExpertRows& rows)
       : y(rows.y),
@@ -24,7 +26,8 @@ struct Rows {
         routing(rows.routing),
         pairs_per_x(rows.pairs_per_x),
         sorted_x(false),
-        sorted_y(false) {}
+        sorted_y(false),
+        swiglu(rows.swiglu_bias.empty() ? nullptr : &rows) {}
   Rows(const SortedRows& rows)
       : y(rows.y),
         x(rows.x),
@@ -37,12 +40,30 @@ struct Rows {
   int64_t y_row(int64_t i) const { return sorted_y ? i : routing.pairs[i]; }
 };
 
-// Calls multiply(sums [m, width] float32, x [m, K], expert) for each expert with pairs. x holds the
-// m rows of the expert. Rounds the sums to y.
+// Rounds m rows of sums, then computes their activation in place.
+template <typename T>
+void activate(const Context& ctx, const ExpertRows& rows, int expert, int64_t m, float* sums) {
+  const int64_t n = rows.swiglu_bias.size(1);
+  std::vector<T> both(static_cast<size_t>(m * n)), out(static_cast<size_t>(m * n / 2));
+  for (int64_t i = 0; i < m * n; ++i) both[i] = from_float<T>(sums[i]);
+  const DType dtype = rows.x.dtype();
+  cpu::gated_activation(ctx, {.out = Tensor(out.data(), dtype, {m, n / 2}),
+                              .x = Tensor(both.data(), dtype, {m, n}),
+                              .kind = Activation::kClampedSwiglu,
+                              .alpha = rows.swiglu_alpha,
+                              .limit = rows.swiglu_limit,
+                              .alternates = true,
+                              .bias = rows.swiglu_bias.rows(expert, 1)});
+  for (int64_t i = 0; i < m * n / 2; ++i) sums[i] = to_float(out[i]);
+}
+
+// Calls multiply(sums [m, N] float32, x [m, K], expert) for each expert with pairs. x holds the m
+// rows of the expert. Rounds the sums, or their activation, to y.
 template <typename Multiply>
-void for_each_expert(const Rows& rows, const Multiply& multiply) {
+void for_each_expert(const Context& ctx, const Rows& rows, const Multiply& multiply) {
   const Routing& routing = rows.routing;
   const int64_t k = rows.x.size(1), width = rows.y.size(1);
+  const int64_t n = rows.swiglu == nullptr ? width : 2 * width;
   const int64_t row_bytes = k * size_of(rows.x.dtype());
   std::vector<char> x;
   std::vector<float> sums;
@@ -50,18 +71,19 @@ void for_each_expert(const Rows& rows, const Multiply& multiply) {
     const int expert = routing.active[i];
     const int64_t first = routing.offsets[expert], m = routing.offsets[expert + 1] - first;
     x.resize(static_cast<size_t>(m * row_bytes));
-    sums.resize(static_cast<size_t>(m * width));
+    sums.resize(static_cast<size_t>(m * n));
     for (int64_t j = 0; j < m; ++j) {
       std::memcpy(x.data() + j * row_bytes, rows.x.as<char>() + rows.x_row(first + j) * row_bytes,
                   static_cast<size_t>(row_bytes));
     }
-    multiply(Tensor(sums.data(), DType::kF32, {m, width}), Tensor(x.data(), rows.x.dtype(), {m, k}),
+    multiply(Tensor(sums.data(), DType::kF32, {m, n}), Tensor(x.data(), rows.x.dtype(), {m, k}),
              expert);
     dispatch_host_dtype(rows.y.dtype(), [&](auto t) {
       using T = decltype(t);
+      if (rows.swiglu != nullptr) activate<T>(ctx, *rows.swiglu, expert, m, sums.data());
       for (int64_t j = 0; j < m; ++j) {
         T* y = rows.y.as<T>() + rows.y_row(first + j) * width;
-        for (int64_t n = 0; n < width; ++n) y[n] = from_float<T>(sums[j * width + n]);
+        for (int64_t i = 0; i < width; ++i) y[i] = from_float<T>(sums[j * width + i]);
       }
     });
   }
@@ -70,7 +92,7 @@ void for_each_expert(const Rows& rows, const Multiply& multiply) {
 void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gated) {
   const int64_t n = weights.size(1), k = weights.size(2);
   std::vector<float> both;  // gate, then up
-  for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
+  for_each_expert(ctx, rows, [&](const Tensor& sums, const Tensor& x, int expert) {
     const Tensor w = weights.rows(expert, 1).view({n, k});
     if (!gated) return cpu::skinny_gemm(ctx, {.y = sums, .x = x, .w = w});
     both.resize(static_cast<size_t>(x.size(0) * n));
@@ -84,7 +106,7 @@ void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gat
 
 void packed(const Context& ctx, const Rows& rows, PackedWeight w, int64_t stride) {
   char* const blocks = static_cast<char*>(w.blocks);
-  for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
+  for_each_expert(ctx, rows, [&](const Tensor& sums, const Tensor& x, int expert) {
     w.blocks = blocks + expert * stride;
     cpu::packed_gemm(ctx, {.y = sums, .x = x, .w = w});
   });

@@ -13,6 +13,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
+#include "kernels/layer/clamped_swiglu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -25,8 +26,7 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha, flo
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return gate * 0.5f * (1.0f + tanhf(inner)) * up;
   } else if constexpr (kKind == Activation::kClampedSwiglu) {
-    const float g = fminf(gate, limit), u = fminf(fmaxf(up, -limit), limit);
-    return __fdividef(g, 1.0f + __expf(-alpha * g)) * (u + 1.0f);
+    return clamped_swiglu(gate, up, alpha, limit);
   } else if constexpr (kKind == Activation::kRelu2) {
     const float u = fmaxf(up, 0.0f);
     return u * u;

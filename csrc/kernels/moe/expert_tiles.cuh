@@ -13,6 +13,7 @@
 #include "core/vec.cuh"
 #include "kernels/gemm/x_rows.cuh"
 #include "kernels/launch_checks.h"
+#include "kernels/layer/clamped_swiglu.cuh"
 #include "kernels/layer/silu.cuh"
 #include "kernels/moe/expert_gemm.h"
 
@@ -35,6 +36,8 @@ struct ExpertArgs {
   bool gated, float_out;
   bool routing_is_complete;  // before the wait
   float alpha;               // multiplies the sums
+  const void* swiglu_bias;   // [E, n]; null: no activation
+  float swiglu_alpha, swiglu_limit;
 };
 
 // From L2: before the wait, L1 may hold the span of the layer before.
@@ -86,9 +89,11 @@ constexpr int kPartialStride = kTileRows + 1;  // floats of a pair's part of a w
 constexpr int partial_bytes(int pairs) { return kWarps * pairs * kPartialStride * 4; }
 
 // Adds the warps' sums and writes y. All threads of the CTA call it. `partial` has partial_bytes.
+// `bias`: swiglu_bias from the CTA's first row on, if there is one.
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRows<kGroups>& rows,
-                                            const float (&sums)[2][kGroups][4], float* partial) {
+                                            const float (&sums)[2][kGroups][4], float* partial,
+                                            const T* bias) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int warp_floats = args.partial_pairs * kPartialStride;
   __syncthreads();  // all threads have read `partial`
@@ -105,8 +110,9 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
     }
   }
   __syncthreads();
-  // Columns of y are in the order of a tile's rows of W; if W is gated, a column has two rows.
-  const int tile_bits = args.gated ? 4 : 5;
+  // Columns of y are in the order of a tile's rows of W. With an activation, a column has two rows.
+  const bool swiglu = args.swiglu_bias != nullptr;
+  const int tile_bits = args.gated || swiglu ? 4 : 5;
   const int column_bits = 3 - args.split_bits + tile_bits;  // of this CTA
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows.count << column_bits; i += kThreads) {
@@ -125,6 +131,12 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
     if (args.gated) {
       const int row = in_tile / 8 * 16 + in_tile % 8;
       value = silu(sum_of(row)) * sum_of(row + 8);
+    } else if (swiglu) {
+      const auto rounded = [&](int row) {
+        return to_float(from_float<T>(sum_of(row))) + to_float(bias[tile * kTileRows + row]);
+      };
+      value = clamped_swiglu(rounded(2 * in_tile), rounded(2 * in_tile + 1), args.swiglu_alpha,
+                             args.swiglu_limit);
     } else {
       value = sum_of(in_tile);
     }
@@ -138,6 +150,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
 ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int split_bits,
                        bool gated, int pass_pairs) {
   check_rows(op, "x", rows.x);
+  CHECK(is_aligned16(rows.swiglu_bias.data()), "{}: the bias is not aligned to 16 bytes", op);
   CHECK(rows.x.num_elements() <= INT32_MAX, "{}: x {} has more than 2^31 - 1 numbers", op,
         rows.x.shape_text());
   // An expert has at most one pair of each token.
@@ -160,7 +173,10 @@ ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int sp
           .gated = gated,
           .float_out = rows.y.dtype() == DType::kF32,
           .routing_is_complete = rows.routing_is_complete,
-          .alpha = 1};
+          .alpha = 1,
+          .swiglu_bias = rows.swiglu_bias.data(),
+          .swiglu_alpha = rows.swiglu_alpha,
+          .swiglu_limit = rows.swiglu_limit};
 }
 
 // Grid: (CTAs of W, experts that may have pairs). The CTAs of experts without pairs end at once.

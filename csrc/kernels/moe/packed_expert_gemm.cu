@@ -191,6 +191,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
   float* const partial =
       reinterpret_cast<float*>(shared + kWarps * all.stages * static_cast<int>(sizeof(Stage)));
   const int first_k_block = split + max(num_blocks - 1, 0) * splits;
+  T* const bias = reinterpret_cast<T*>(partial + kWarps * args.partial_pairs * kPartialStride);
+  if (args.swiglu_bias != nullptr && split == 0 && has_rows) {
+    // It is complete with the first block.
+    const int row = tile * kTileRows + lane * 8;
+    ptx::cp_async16_if(
+        lane < kTileRows / 8 && row < args.n,
+        ptx::shared_address(bias + (warp >> args.split_bits) * kTileRows + lane * 8),
+        static_cast<const T*>(args.swiglu_bias) + int64_t{span.expert} * args.n + row);
+  }
   TileCopies<Unpacker, kStages<Unpacker, kGroups>> copies(
       stages, all.stages,
       args.w + span.expert * args.stride +
@@ -280,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       copies.load_next();
       if (++stage == all.stages) stage = 0;
     }
-    store_pairs<T, kGroups>(args, rows, sums, partial);
+    store_pairs<T, kGroups>(args, rows, sums, partial, bias);
   }
 }
 
@@ -321,9 +330,11 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
         const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker>;
         args.expert.alpha = 1 / Unpacker::template kFactor<T>;
         args.stages = std::min(kMost, (args.k_blocks + (1 << split_bits) - 1) >> split_bits);
-        allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups));
-        launch(ctx, kernel, grid, dim3(kThreads),
-               args.stages * kBytes + partial_bytes(args.expert.partial_pairs), args);
+        constexpr int kBiasBytes = kWarps * kTileRows * sizeof(T);
+        allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups) + kBiasBytes);
+        const int bytes = args.stages * kBytes + partial_bytes(args.expert.partial_pairs) +
+                          (args.expert.swiglu_bias == nullptr ? 0 : kBiasBytes);
+        launch(ctx, kernel, grid, dim3(kThreads), bytes, args);
       };
       if (p.w.layout.codes == Codes::kE2m1 && p.w.layout.group == 32) return with(E2m1By32{});
       dispatch_unpacker(p.w.layout, with);
