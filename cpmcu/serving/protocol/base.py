@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Fields that cannot change the output here. They are ignored without a log line.
 IGNORED = {
     "cache_prompt",
+    "guided_decoding_backend",
     "metadata",
     "prediction",
     "prompt_cache_key",
