@@ -122,12 +122,11 @@ void bind_expert_gemms(py::module_& m) {
   const auto matrices =
       fields_of<ExpertRows>(field("y", &ExpertRows::y), field("x", &ExpertRows::x));
   const auto routing = field("routing", &ExpertRows::routing);
-  const auto options =
-      fields_of<ExpertRows>(option("pairs_per_x", &ExpertRows::pairs_per_x),
-                            option("routing_is_complete", &ExpertRows::routing_is_complete),
-                            option("swiglu_bias", &ExpertRows::swiglu_bias),
-                            option("swiglu_alpha", &ExpertRows::swiglu_alpha),
-                            option("swiglu_limit", &ExpertRows::swiglu_limit));
+  const auto options = fields_of<ExpertRows>(
+      option("pairs_per_x", &ExpertRows::pairs_per_x),
+      option("routing_is_complete", &ExpertRows::routing_is_complete),
+      option("bias", &ExpertRows::bias), option("swiglu_alpha", &ExpertRows::swiglu_alpha),
+      option("swiglu_limit", &ExpertRows::swiglu_limit));
   using Dense = ExpertGemmParams;
   bind_op(m, "expert_gemm", expert_gemm, "csrc/kernels/moe/expert_gemm.h",
           within(&Dense::rows, matrices), field("w", &Dense::w), within(&Dense::rows, routing),

@@ -275,7 +275,7 @@ class MoeBlock : public Block {
     MoeCombineParams sum{.hidden = {},
                          .y = out_,
                          .routing = routing_,
-                         .bias = down_bias_,
+                         .bias = down_adds_bias(ops) ? Tensor() : down_bias_,
                          .scale = latent ? 1 : spec_.residual_scale};
     const std::string shared_down = mlp_ + "shared_expert.down_proj";
     Value shared_act;
@@ -365,13 +365,19 @@ class MoeBlock : public Block {
     return act;
   }
 
+  // Whether the GEMM of down adds its bias. Else moe_combine does, of several ranks only the first.
+  static bool down_adds_bias(const OpList& ops) {
+    return ops.phase() == Phase::kDecode && !ops.sums_over_ranks();
+  }
+
   // out_ = down of the experts of each pair.
   void append_experts(OpList& ops, const Value& x) const {
-    const bool sorts = ops.phase() == Phase::kPrefill;
+    const bool sorts = ops.phase() == Phase::kPrefill, adds_bias = down_adds_bias(ops);
     ops.call(
         mlp_ + "experts", {x}, {},
         [=, this](const Context& ctx, const Step&, const Rows& rows) {
-          sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x)) : multiply(ctx, rows(x));
+          sorts&& has_sorted_gemm(ctx) ? multiply_sorted(ctx, rows(x))
+                                       : multiply(ctx, rows(x), adds_bias);
         },
         shape_.top_k * (gate_up_->expert_bytes() + down_->expert_bytes()));
   }
@@ -389,7 +395,8 @@ class MoeBlock : public Block {
                            .order = shape_.expert_bias ? order : nullptr});
   }
 
-  void multiply(const Context& ctx, const Tensor& x) const {
+  // `adds_bias`: to the results of down.
+  void multiply(const Context& ctx, const Tensor& x, bool adds_bias) const {
     const int64_t num_pairs = x.size(0) * shape_.top_k;
     const Tensor act = act_.rows(0, num_pairs), out = out_.rows(0, num_pairs);
     const bool fuses = shape_.is_plain() || shape_.is_swiglu();
@@ -398,11 +405,15 @@ class MoeBlock : public Block {
                             .x = x,
                             .pairs_per_x = shape_.top_k,
                             .routing = routing_,
-                            .swiglu_bias = shape_.is_swiglu() ? gate_up_bias_ : Tensor(),
+                            .bias = shape_.is_swiglu() ? gate_up_bias_ : Tensor(),
                             .swiglu_alpha = shape_.activation.alpha,
-                            .swiglu_limit = shape_.activation.limit});
+                            .swiglu_limit = shape_.is_swiglu() ? shape_.activation.limit : 0});
     if (!fuses) activate(ctx, act, both, nullptr);
-    down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
+    down_->forward(ctx, {.y = out,
+                         .x = act,
+                         .routing = routing_,
+                         .routing_is_complete = true,
+                         .bias = adds_bias ? down_bias_ : Tensor()});
   }
 
   void multiply_sorted(const Context& ctx, const Tensor& x) const {

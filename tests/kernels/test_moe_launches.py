@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,13 @@ def test_combine_and_norm(device: str, dtype: str, num_tokens: int, width: int) 
     assert np.array_equal(normed.numpy(), expected.numpy())
 
 
+def mxfp4_experts(device: str, num_experts: int, n: int, k: int) -> tuple[Any, dict[str, Any]]:
+    """The blocks [E, bytes] and the other arguments of packed_expert_gemm."""
+    made = [FloatWeights("mxfp4", n, k, seed=seed) for seed in range(num_experts)]
+    blocks = np.stack([each.blocks(device).numpy().reshape(-1) for each in made])
+    return put_raw(device, blocks), {"n": n, "k": k, **made[0].layout}
+
+
 @on_devices_and_dtypes
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(
@@ -127,9 +136,7 @@ def test_swiglu_has_the_bits_of_its_parts(
     bias = put(device, rounded(rng.standard_normal((num_experts, n)), dtype), dtype)
     w = put(device, dense, dtype)
     if is_packed:
-        made = [FloatWeights("mxfp4", n, k, seed=seed) for seed in range(num_experts)]
-        blocks = np.stack([each.blocks(device).numpy().reshape(-1) for each in made])
-        w = put_raw(device, blocks), {"n": n, "k": k, **made[0].layout}
+        w = mxfp4_experts(device, num_experts, n, k)
     logits = random_logits(num_tokens, num_experts)
     routing = route(device, logits, num_experts, top_k, True)
     both = grouped(device, x, w, routing, dtype, dtype, n, pairs_per_x=top_k)
@@ -138,12 +145,39 @@ def test_swiglu_has_the_bits_of_its_parts(
         context(device), out=expected, x=both, kind="clamped_swiglu", alpha=1.5, limit=3.0,
         alternates=True, bias=bias, index=routing.experts,
     )  # fmt: skip
-    swiglu = {"swiglu_bias": bias, "swiglu_alpha": 1.5, "swiglu_limit": 3.0}
+    swiglu = {"bias": bias, "swiglu_alpha": 1.5, "swiglu_limit": 3.0}
     y = grouped(device, x, w, routing, dtype, dtype, width, pairs_per_x=top_k, **swiglu)
     assert np.array_equal(y.numpy(), expected.numpy())
     alone = route(device, logits[-1:], num_experts, top_k, True)
     last = grouped(device, x[-1:], w, alone, dtype, dtype, width, pairs_per_x=top_k, **swiglu)
     assert np.array_equal(last.numpy(), expected.numpy()[-top_k:])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 7, 70])
+def test_bias_of_down_has_the_bits_of_the_sum(
+    device: str, dtype: str, is_packed: bool, num_tokens: int
+) -> None:
+    """The bias of down is added by its GEMM in decode steps, by moe_combine in prompts."""
+    num_experts, top_k, n, k = 6, 3, 72, 352
+    pairs, dense = expert_inputs(num_tokens * top_k, num_experts, n, k, dtype)
+    rng = np.random.default_rng(num_tokens)
+    bias = put(device, rounded(rng.standard_normal((num_experts, n)), dtype), dtype)
+    w = put(device, dense, dtype)
+    if is_packed:
+        w = mxfp4_experts(device, num_experts, n, k)
+    routing = route(device, random_logits(num_tokens, num_experts), num_experts, top_k, True)
+    hidden = rounded(rng.standard_normal((num_tokens, n)), dtype)
+
+    def combined(of_gemm: dict[str, Any], of_sum: dict[str, Any]) -> Any:
+        y = grouped(device, pairs, w, routing, dtype, "float32", n, **of_gemm)
+        result = put(device, hidden, dtype)
+        ops.moe_combine(context(device), result, y, routing, **of_sum)
+        return result.numpy()
+
+    assert np.array_equal(combined({"bias": bias}, {}), combined({}, {"bias": bias}))
+    assert not np.array_equal(combined({"bias": bias}, {}), combined({}, {}))
 
 
 @GPU

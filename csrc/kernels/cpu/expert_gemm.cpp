@@ -18,7 +18,7 @@ struct Rows {
   Routing routing;
   int pairs_per_x;
   bool sorted_x, sorted_y;
-  const ExpertRows* swiglu = nullptr;  // its fields of this name; null: no activation
+  const ExpertRows* with_bias = nullptr;  // its bias and activation; null: none
 
   Rows(const ExpertRows& rows)
       : y(rows.y),
@@ -27,7 +27,7 @@ struct Rows {
         pairs_per_x(rows.pairs_per_x),
         sorted_x(false),
         sorted_y(false),
-        swiglu(rows.swiglu_bias.empty() ? nullptr : &rows) {}
+        with_bias(rows.bias.empty() ? nullptr : &rows) {}
   Rows(const SortedRows& rows)
       : y(rows.y),
         x(rows.x),
@@ -40,10 +40,15 @@ struct Rows {
   int64_t y_row(int64_t i) const { return sorted_y ? i : routing.pairs[i]; }
 };
 
-// Rounds m rows of sums, then computes their activation in place.
+// Adds the bias to m rows of sums, or rounds them and computes their activation in place.
 template <typename T>
-void activate(const Context& ctx, const ExpertRows& rows, int expert, int64_t m, float* sums) {
-  const int64_t n = rows.swiglu_bias.size(1);
+void add_bias(const Context& ctx, const ExpertRows& rows, int expert, int64_t m, float* sums) {
+  const int64_t n = rows.bias.size(1);
+  if (rows.swiglu_limit == 0) {
+    const T* bias = rows.bias.rows(expert, 1).template as<const T>();
+    for (int64_t i = 0; i < m * n; ++i) sums[i] += to_float(bias[i % n]);
+    return;
+  }
   std::vector<T> both(static_cast<size_t>(m * n)), out(static_cast<size_t>(m * n / 2));
   for (int64_t i = 0; i < m * n; ++i) both[i] = from_float<T>(sums[i]);
   const DType dtype = rows.x.dtype();
@@ -53,7 +58,7 @@ void activate(const Context& ctx, const ExpertRows& rows, int expert, int64_t m,
                               .alpha = rows.swiglu_alpha,
                               .limit = rows.swiglu_limit,
                               .alternates = true,
-                              .bias = rows.swiglu_bias.rows(expert, 1)});
+                              .bias = rows.bias.rows(expert, 1)});
   for (int64_t i = 0; i < m * n / 2; ++i) sums[i] = to_float(out[i]);
 }
 
@@ -63,7 +68,8 @@ template <typename Multiply>
 void for_each_expert(const Context& ctx, const Rows& rows, const Multiply& multiply) {
   const Routing& routing = rows.routing;
   const int64_t k = rows.x.size(1), width = rows.y.size(1);
-  const int64_t n = rows.swiglu == nullptr ? width : 2 * width;
+  const bool halves = rows.with_bias != nullptr && rows.with_bias->swiglu_limit > 0;
+  const int64_t n = halves ? 2 * width : width;
   const int64_t row_bytes = k * size_of(rows.x.dtype());
   std::vector<char> x;
   std::vector<float> sums;
@@ -78,9 +84,12 @@ void for_each_expert(const Context& ctx, const Rows& rows, const Multiply& multi
     }
     multiply(Tensor(sums.data(), DType::kF32, {m, n}), Tensor(x.data(), rows.x.dtype(), {m, k}),
              expert);
+    dispatch_host_dtype(rows.x.dtype(), [&](auto t) {
+      if (rows.with_bias == nullptr) return;
+      add_bias<decltype(t)>(ctx, *rows.with_bias, expert, m, sums.data());
+    });
     dispatch_host_dtype(rows.y.dtype(), [&](auto t) {
       using T = decltype(t);
-      if (rows.swiglu != nullptr) activate<T>(ctx, *rows.swiglu, expert, m, sums.data());
       for (int64_t j = 0; j < m; ++j) {
         T* y = rows.y.as<T>() + rows.y_row(first + j) * width;
         for (int64_t i = 0; i < width; ++i) y[i] = from_float<T>(sums[j * width + i]);

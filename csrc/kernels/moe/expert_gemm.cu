@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
         load_step(u, k0 + kUnroll * kWarps * kChunk);  // in flight while others are multiplied
       }
     }
-    const T* const bias = static_cast<const T*>(args.swiglu_bias) + int64_t{span.expert} * args.n +
-                          blockIdx.x * kTileRows;
+    const T* const bias =
+        static_cast<const T*>(args.bias) + int64_t{span.expert} * args.n + blockIdx.x * kTileRows;
     store_pairs<T, kGroups>(args, rows, sums, partial, bias);
   }
 }

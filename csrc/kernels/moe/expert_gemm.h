@@ -1,6 +1,6 @@
 // GEMMs with the weights of each pair's expert, for the pairs of moe_route:
-//   y[p] = x[row of p] W[expert of p]^T, or silu(x gate^T) * (x up^T) if W stacks gate and up, or a
-//   clamped SwiGLU with a bias if their rows alternate (`swiglu_bias`).
+//   y[p] = x[row of p] W[expert of p]^T + bias, or silu(x gate^T) * (x up^T) if W stacks gate and
+//   up, or a clamped SwiGLU with a bias if their rows alternate (`swiglu_limit`).
 //
 // `expert_gemm` has weights of 16 bits (32 on the CPU), `packed_expert_gemm` has weights in the
 // blocks of kernels/gemm/packed/packed.h. The order of additions depends on N and K only, so a
@@ -20,9 +20,10 @@ struct ExpertRows {
   // Whether a GEMM of experts with the same routing was launched before. The kernel then reads the
   // routing and requests weights before the launch before this one ends.
   bool routing_is_complete = false;
-  // Not empty: y [P, N / 2] is kClampedSwiglu (gated_activation.h) of gate and up with this bias,
-  // both rounded to the dtype of x first. Row 2 i of W is gate i, row 2 i + 1 is up i.
-  Tensor swiglu_bias{};  // [E, N], dtype of x
+  Tensor bias{};  // [E, N], dtype of x; empty: none. It is added in float32
+  // A limit above 0: y [P, N / 2] is kClampedSwiglu (gated_activation.h) of gate and up with the
+  // bias. The sums are rounded to the dtype of x first. Row 2 i of W is gate i, row 2 i + 1 is
+  // up i.
   float swiglu_alpha = 1, swiglu_limit = 0;
 };
 
@@ -38,18 +39,21 @@ struct PackedExpertGemmParams {
   int64_t stride = 0;  // bytes from one expert's blocks to the next
 };
 
-// `width`: the columns of y without `swiglu_bias`.
+// `width`: the columns of y without `swiglu_limit`.
 inline void check_expert_rows(const char* op, const ExpertRows& rows, int64_t width, int64_t k) {
   check_routing(rows.routing);
-  if (const Tensor& bias = rows.swiglu_bias; !bias.empty()) {
+  if (const Tensor& bias = rows.bias; !bias.empty()) {
+    CHECK(bias.num_dims() == 2 && bias.size(0) == rows.routing.num_experts &&
+              bias.size(1) == width && bias.dtype() == rows.x.dtype(),
+          "{}: the bias is {} {}, expected {} rows of {} of x's dtype", op, name_of(bias.dtype()),
+          bias.shape_text(), rows.routing.num_experts, width);
+  }
+  if (rows.swiglu_limit > 0) {
     CHECK(
-        width % 16 == 0 && bias.num_dims() == 2 && bias.size(0) == rows.routing.num_experts &&
-            bias.size(1) == width && bias.dtype() == rows.x.dtype() &&
-            rows.y.dtype() == rows.x.dtype(),
-        "{}: the bias of gate and up is {} {} and y {}; expected {} rows of {}, a multiple of 16, "
-        "and one dtype",
-        op, name_of(bias.dtype()), bias.shape_text(), name_of(rows.y.dtype()),
-        rows.routing.num_experts, width);
+        !rows.bias.empty() && width % 16 == 0 && rows.y.dtype() == rows.x.dtype(),
+        "{}: an activation of {} rows to {} without a bias or a multiple of 16, expected both and "
+        "x's dtype",
+        op, width, name_of(rows.y.dtype()));
     width /= 2;
   }
   CHECK(rows.x.num_dims() == 2 && rows.y.num_dims() == 2 && rows.pairs_per_x >= 1 &&
@@ -66,8 +70,8 @@ inline void check_expert_rows(const char* op, const ExpertRows& rows, int64_t wi
 }
 
 inline void check_expert_gemm(const ExpertGemmParams& p) {
-  CHECK(!p.gated || p.rows.swiglu_bias.empty(),
-        "expert_gemm: W is gated and has a bias of gate and up, expected one of them");
+  CHECK(!p.gated || p.rows.bias.empty(),
+        "expert_gemm: W is gated and has a bias, expected one of them");
   CHECK(p.w.num_dims() == 3 && p.w.size(0) == p.rows.routing.num_experts &&
             p.w.dtype() == p.rows.x.dtype() && (!p.gated || p.w.size(1) % 16 == 0),
         "expert_gemm: w is {} {}, expected {} of {} experts", name_of(p.w.dtype()),
@@ -77,8 +81,8 @@ inline void check_expert_gemm(const ExpertGemmParams& p) {
 
 inline void check_packed_expert_gemm(const PackedExpertGemmParams& p) {
   check_packed_weight(p.w);
-  CHECK(!p.w.gated || p.rows.swiglu_bias.empty(),
-        "packed_expert_gemm: W is gated and has a bias of gate and up, expected one of them");
+  CHECK(!p.w.gated || p.rows.bias.empty(),
+        "packed_expert_gemm: W is gated and has a bias, expected one of them");
   CHECK(p.w.layout.planes == 1, "packed_expert_gemm: W has {} planes, expected 1",
         p.w.layout.planes);
   CHECK(p.stride >= p.w.num_bytes() && p.stride % 16 == 0,

@@ -36,7 +36,8 @@ struct ExpertArgs {
   bool gated, float_out;
   bool routing_is_complete;  // before the wait
   float alpha;               // multiplies the sums
-  const void* swiglu_bias;   // [E, n]; null: no activation
+  const void* bias;          // [E, n]; null: none
+  bool swiglu;
   float swiglu_alpha, swiglu_limit;
 };
 
@@ -89,7 +90,7 @@ constexpr int kPartialStride = kTileRows + 1;  // floats of a pair's part of a w
 constexpr int partial_bytes(int pairs) { return kWarps * pairs * kPartialStride * 4; }
 
 // Adds the warps' sums and writes y. All threads of the CTA call it. `partial` has partial_bytes.
-// `bias`: swiglu_bias from the CTA's first row on, if there is one.
+// `bias`: that of the CTA's first row and the rows after it; not read if there is none.
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRows<kGroups>& rows,
                                             const float (&sums)[2][kGroups][4], float* partial,
@@ -111,8 +112,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
   }
   __syncthreads();
   // Columns of y are in the order of a tile's rows of W. With an activation, a column has two rows.
-  const bool swiglu = args.swiglu_bias != nullptr;
-  const int tile_bits = args.gated || swiglu ? 4 : 5;
+  const int tile_bits = args.gated || args.swiglu ? 4 : 5;
   const int column_bits = 3 - args.split_bits + tile_bits;  // of this CTA
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows.count << column_bits; i += kThreads) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
     if (args.gated) {
       const int row = in_tile / 8 * 16 + in_tile % 8;
       value = silu(sum_of(row)) * sum_of(row + 8);
-    } else if (swiglu) {
+    } else if (args.swiglu) {
       const auto rounded = [&](int row) {
         return to_float(from_float<T>(sum_of(row))) + to_float(bias[tile * kTileRows + row]);
       };
@@ -139,6 +139,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
                              args.swiglu_limit);
     } else {
       value = sum_of(in_tile);
+      if (args.bias != nullptr) value += to_float(bias[tile * kTileRows + in_tile]);
     }
     store_y<T>(args, rows.pair(pair), (blockIdx.x << column_bits) + column, value);
   }
@@ -150,7 +151,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
 ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int split_bits,
                        bool gated, int pass_pairs) {
   check_rows(op, "x", rows.x);
-  CHECK(is_aligned16(rows.swiglu_bias.data()), "{}: the bias is not aligned to 16 bytes", op);
+  CHECK(is_aligned16(rows.bias.data()), "{}: the bias is not aligned to 16 bytes", op);
   CHECK(rows.x.num_elements() <= INT32_MAX, "{}: x {} has more than 2^31 - 1 numbers", op,
         rows.x.shape_text());
   // An expert has at most one pair of each token.
@@ -174,7 +175,8 @@ ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int sp
           .float_out = rows.y.dtype() == DType::kF32,
           .routing_is_complete = rows.routing_is_complete,
           .alpha = 1,
-          .swiglu_bias = rows.swiglu_bias.data(),
+          .bias = rows.bias.data(),
+          .swiglu = rows.swiglu_limit > 0,
           .swiglu_alpha = rows.swiglu_alpha,
           .swiglu_limit = rows.swiglu_limit};
 }

@@ -192,13 +192,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       reinterpret_cast<float*>(shared + kWarps * all.stages * static_cast<int>(sizeof(Stage)));
   const int first_k_block = split + max(num_blocks - 1, 0) * splits;
   T* const bias = reinterpret_cast<T*>(partial + kWarps * args.partial_pairs * kPartialStride);
-  if (args.swiglu_bias != nullptr && split == 0 && has_rows) {
+  if (args.bias != nullptr && split == 0 && has_rows) {
     // It is complete with the first block.
     const int row = tile * kTileRows + lane * 8;
-    ptx::cp_async16_if(
-        lane < kTileRows / 8 && row < args.n,
-        ptx::shared_address(bias + (warp >> args.split_bits) * kTileRows + lane * 8),
-        static_cast<const T*>(args.swiglu_bias) + int64_t{span.expert} * args.n + row);
+    ptx::cp_async16_if(lane < kTileRows / 8 && row < args.n,
+                       ptx::shared_address(bias + (warp >> args.split_bits) * kTileRows + lane * 8),
+                       static_cast<const T*>(args.bias) + int64_t{span.expert} * args.n + row);
   }
   TileCopies<Unpacker, kStages<Unpacker, kGroups>> copies(
       stages, all.stages,
@@ -333,7 +332,7 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
         constexpr int kBiasBytes = kWarps * kTileRows * sizeof(T);
         allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups) + kBiasBytes);
         const int bytes = args.stages * kBytes + partial_bytes(args.expert.partial_pairs) +
-                          (args.expert.swiglu_bias == nullptr ? 0 : kBiasBytes);
+                          (args.expert.bias == nullptr ? 0 : kBiasBytes);
         launch(ctx, kernel, grid, dim3(kThreads), bytes, args);
       };
       if (p.w.layout.codes == Codes::kE2m1 && p.w.layout.group == 32) return with(E2m1By32{});
