@@ -178,7 +178,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool
 #endif
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Arrives, and adds `bytes` to the bytes that the phase expects from bulk copies.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {
   asm volatile(
@@ -243,7 +242,6 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
       : "memory");
 }
-#endif
 
 // Waits at the cluster barrier: all CTAs of the cluster have arrived.
 __device__ __forceinline__ void cluster_wait() {

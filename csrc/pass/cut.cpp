@@ -13,7 +13,7 @@ class Cutter {
   Cutter(const OpList& list, const CutTarget& target)
       : ops_(list.ops()),
         prefetches_(target.prefetches),
-        fuses_(target.fuses_layers && list.phase() == Phase::kDecode) {}
+        forms_(list.phase() == Phase::kDecode ? target.fused : FusedForms::kNone) {}
 
   std::vector<Launch> run() {
     while (next_ < num_ops()) {
@@ -38,7 +38,7 @@ class Cutter {
   void add(int place, const LinearOp& linear) {
     const int sum = take_sum(place, linear.y);
     const Value& y = sum < 0 ? linear.y : get<SumOp>(sum).hidden;
-    const auto weight = fuses_ ? fused_form(linear, y) : std::nullopt;
+    const auto weight = fused_form(linear, y);
     if (!weight) return emit_alone(place, sum);
     if (!may_join(place, linear, *weight, sum >= 0)) flush();
     if (norm_ >= 0) stages_.back().norm = std::exchange(norm_, -1);
@@ -71,7 +71,8 @@ class Cutter {
 
   void add(int place, const AttentionOp& attention) {
     emit_alone(place);
-    if (fuses_ && attention.splits) attention_ = static_cast<int>(launches_.size()) - 1;
+    if (forms_ != FusedForms::kNone && attention.splits)
+      attention_ = static_cast<int>(launches_.size()) - 1;
   }
 
   void add(int place, const RouterOp& router) {
@@ -85,7 +86,7 @@ class Cutter {
     const int sum = take_sum(place, combine.y);
     flush();
     combine_ = place, combine_sum_ = sum;
-    if (!fuses_) flush();
+    if (forms_ == FusedForms::kNone) flush();
   }
 
   void add(int place, const CompressOp& compress) {
@@ -140,11 +141,12 @@ class Cutter {
   }
 
   // The weights of an op that writes y, if the fused layer kernel can read them.
-  static std::optional<FusedForm> fused_form(const LinearOp& linear, const Value& y) {
+  std::optional<FusedForm> fused_form(const LinearOp& linear, const Value& y) const {
     auto weight = linear.method->fused_form();
     if (!weight || y.buffer.dtype() != linear.x.buffer.dtype()) return {};
-    const bool fits = weight->w.empty() ? fuses(weight->packed.layout)
-                                        : !linear.gated || weight->w.size(0) % 16 == 0;
+    const bool fits = weight->w.empty() ? fuses(forms_, weight->packed.layout)
+                                        : forms_ == FusedForms::kAll &&
+                                              (!linear.gated || weight->w.size(0) % 16 == 0);
     return fits ? weight : std::nullopt;
   }
 
@@ -263,7 +265,8 @@ class Cutter {
   }
 
   const std::vector<Op>& ops_;
-  const bool prefetches_, fuses_;
+  const bool prefetches_;
+  const FusedForms forms_;
   int next_ = 0;  // place of the next op
   std::vector<Launch> launches_;
   std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order

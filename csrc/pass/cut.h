@@ -1,6 +1,7 @@
 // Cuts an op list into launches: the only place that decides which ops are fused.
 //
-// A decode pass on a device that runs the fused layer kernel (kernels/gemm/fused_layer.h):
+// A decode pass on a device that runs the fused layer kernel (kernels/gemm/fused_layer.h), for the
+// forms of weights that it reads there:
 //
 //   launch          ops
 //   fused layer     up to four linear ops that follow one another and have one form of weights; a
@@ -27,13 +28,13 @@ namespace cpmcu {
 
 // The device and the settings that launches are cut for.
 struct CutTarget {
-  bool fuses_layers = false;  // the fused layer kernel runs
-  bool prefetches = true;     // a fused layer may load weights of the next launch to L2
+  FusedForms fused = FusedForms::kNone;  // what the fused layer kernel reads
+  bool prefetches = true;                // a fused layer may load weights of the next launch to L2
 
   // The target of a device.
-  static CutTarget of(const Context& ctx) { return {.fuses_layers = fused_layer_runs(ctx)}; }
+  static CutTarget of(const Context& ctx) { return {.fused = fused_forms(ctx)}; }
   // The target of a compute capability, 10 * major + minor; 0: the CPU.
-  static CutTarget of_capability(int capability) { return {.fuses_layers = capability == 90}; }
+  static CutTarget of_capability(int capability) { return {.fused = fused_forms_of(capability)}; }
 };
 
 // A linear op of a fused layer, with the sum and the norm after it.

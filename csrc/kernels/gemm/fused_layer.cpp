@@ -9,15 +9,15 @@
 
 namespace cpmcu {
 
-#ifdef CPMCU_SM90
+#ifdef CPMCU_WITH_CUDA
 namespace cuda {
+void fused_layer_sm80(const Context& ctx, const FusedLayerParams& params);
 void fused_layer_sm90(const Context& ctx, const FusedLayerParams& params);
-void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory);
 }  // namespace cuda
 #endif
 
 int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
-#ifdef CPMCU_SM90
+#ifdef CPMCU_WITH_CUDA
   // Some layouts take 9 to 16 rows as four groups.
   const int64_t groups = row_groups(max_rows, kMaxFusedRows);
   return kFusedStateBytes +
@@ -27,19 +27,24 @@ int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #endif
 }
 
-bool fused_layer_runs([[maybe_unused]] const Context& ctx) {
-#ifdef CPMCU_SM90
-  return ctx.device.is_cuda() && ctx.compute_capability == 90 && !ctx.is_shared;
-#else
-  return false;
-#endif
+FusedForms fused_forms_of(int capability) {
+  return capability == 90   ? FusedForms::kAll
+         : capability >= 80 ? FusedForms::kFourBits
+                            : FusedForms::kNone;
 }
 
-void fused_layer_prepare([[maybe_unused]] const Context& ctx,
-                         [[maybe_unused]] const Tensor& memory) {
-#ifdef CPMCU_SM90
-  if (fused_layer_runs(ctx)) cuda::fused_layer_prepare_sm90(ctx, memory);
+FusedForms fused_forms(const Context& ctx) {
+  if (!ctx.device.is_cuda() || ctx.is_shared) return FusedForms::kNone;
+#ifndef CPMCU_SM90
+  if (ctx.compute_capability == 90) return FusedForms::kFourBits;
 #endif
+  return fused_forms_of(ctx.compute_capability);
+}
+
+void fused_layer_prepare(const Context& ctx, const Tensor& memory) {
+  if (fused_forms(ctx) == FusedForms::kNone) return;
+  fill_bytes(ctx.device, memory.data(), 0xFF, memory.num_bytes(), ctx.stream);
+  fill_bytes(ctx.device, memory.data(), 0, kFusedStateBytes, ctx.stream);
 }
 
 bool can_follow(const RotaryKvParams& rotary) {
@@ -73,7 +78,7 @@ void check_fused_layer(const FusedLayerParams& p) {
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && fuses(gemm.packed.layout) &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && fuses(FusedForms::kAll, gemm.packed.layout) &&
               gemm.packed.layout.unpacks_like(first.packed.layout) &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),
@@ -131,11 +136,18 @@ void multiply(const Context& ctx, const FusedGemm& gemm) {
 
 void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   check_fused_layer(params);
-#ifdef CPMCU_SM90
+#ifdef CPMCU_WITH_CUDA
   // packed_gemm adds in another order, so the choice must not depend on the number of rows.
-  const bool is_alone =
-      params.gemms.size() == 1 && !params.gemms.front().is_dense() && params.rotary.qkv.empty();
-  if (fused_layer_runs(ctx) && !is_alone) return cuda::fused_layer_sm90(ctx, params);
+  const FusedGemm& first = params.gemms.front();
+  const bool is_alone = params.gemms.size() == 1 && !first.is_dense() && params.rotary.qkv.empty();
+  const FusedForms forms = fused_forms(ctx);
+#ifdef CPMCU_SM90
+  if (forms == FusedForms::kAll && !is_alone) return cuda::fused_layer_sm90(ctx, params);
+#endif
+  if (forms == FusedForms::kFourBits && !first.is_dense() && fuses(forms, first.packed.layout) &&
+      !is_alone) {
+    return cuda::fused_layer_sm80(ctx, params);
+  }
 #endif
   if (!params.attention.out.empty()) attention_combine(ctx, params.attention);
   for (const FusedGemm& gemm : params.gemms) {

@@ -14,9 +14,9 @@
 // run on a device at a time (engine/graph_runner.h ensures it within a process). The kernel is not
 // used on a device that processes share through MPS.
 //
-// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. If there is only
-// one GEMM, of weight blocks and without rotary_kv, it is always a launch of packed_gemm: it is
-// faster.
+// On the CPU the GEMMs are launched one by one. GPUs other than Hopper have the kernel for 4-bit
+// layouts only. If there is only one GEMM, of weight blocks and without rotary_kv, it is always a
+// launch of packed_gemm: it is faster.
 #pragma once
 
 #include <vector>
@@ -30,8 +30,8 @@ namespace cpmcu {
 constexpr int kMaxFusedGemms = 4;
 // Bytes of FusedLayerParams::memory that hold state; the rest holds partial sums.
 constexpr int kFusedStateBytes = 256 * 1024;
-constexpr int kMaxFusedCtas = 144;  // SMs of the largest Hopper chip
-constexpr int kMaxFusedRows = 128;  // of a launch; 64 if W is not 4 bits of a common layout
+constexpr int kMaxFusedCtas = 192;  // at least the SMs of the largest chip
+constexpr int kMaxFusedRows = 128;  // of a launch on Hopper; 64 elsewhere and for other layouts
 // Up to this many groups of 8 rows, each fragment of partial sums carries its own ready flag. For
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
 constexpr int kMaxFlaggedGroups = 2;
@@ -67,10 +67,17 @@ struct FusedForm {
   Tensor memory{};   // FusedLayerParams::memory
 };
 
+// The forms of W that the kernel reads on a device.
+enum class FusedForms {
+  kNone,      // the kernel does not run
+  kFourBits,  // 4-bit layouts
+  kAll,       // all layouts, and 16 bits
+};
 // Whether the kernel reads this layout of weight blocks. It has no instances for int4 by 16, which
 // few checkpoints have.
-inline bool fuses(const PackedLayout& layout) {
-  return layout.planes == 1 && layout.codes != Codes::kOther &&
+inline bool fuses(FusedForms forms, const PackedLayout& layout) {
+  return (forms == FusedForms::kAll || (forms == FusedForms::kFourBits && layout.bits() == 4)) &&
+         layout.planes == 1 && layout.codes != Codes::kOther &&
          (layout.codes != Codes::kInt4 || layout.group != 16);
 }
 // Whether the kernel can apply rotary_kv: no q/k norm, no fp8 cache, head_dim 64, 128 or 256. Its
@@ -93,8 +100,10 @@ struct FusedLayerParams {
 // if the kernel is not built.
 int64_t fused_layer_bytes(int64_t max_rows);
 
-// Whether the fused kernel runs on `ctx`.
-bool fused_layer_runs(const Context& ctx);
+// What this build's kernel reads on `ctx`.
+FusedForms fused_forms(const Context& ctx);
+// What a build for a compute capability reads, 10 * major + minor; 0: the CPU.
+FusedForms fused_forms_of(int capability);
 void fused_layer_prepare(const Context& ctx, const Tensor& memory);
 void fused_layer(const Context& ctx, const FusedLayerParams& params);
 

@@ -1,4 +1,4 @@
-// Arguments and persistent state of the fused layer kernel (fused_layer_sm90.cu).
+// Arguments and persistent state of the fused layer kernel (kernel.cuh).
 #pragma once
 
 #include "kernels/attention/tiles.cuh"
@@ -24,6 +24,8 @@ struct alignas(128) ExactSum {  // a cache line each, so that atomics on neighbo
   }
 };
 
+// Weight blocks that each CTA prefetches to L2 for one row (prefetch.cuh), 18 MB on an H100.
+constexpr int prefetch_blocks_of(int bits) { return bits == 8 ? 4 : 8; }
 constexpr uint32_t kSummed = 64;  // at least the number of slices; divides 2^32
 
 // State kept from launch to launch. Zero at first.
@@ -55,7 +57,8 @@ struct WeightBlocks {
 };
 
 struct alignas(64) GemmArgs : WeightBlocks {
-  TensorMap x_map, w_map;   // w_map: 16-bit W only
+  TensorMap x_map, w_map;   // Hopper only; w_map: 16-bit W only
+  const void* x;            // [M, K]
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
@@ -63,7 +66,7 @@ struct alignas(64) GemmArgs : WeightBlocks {
   float norm_offset;        // added to norm_weight
   float alpha, beta;
   float inv_size, eps;  // of the norm of x; inv_size 0: no norm
-  int n;
+  int n, k;
   // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
   // rotary_kv follows, so that a lane holds both elements of a rotated pair.
   int rope_pair_stride = 1;
@@ -103,7 +106,7 @@ struct FusedLayerArgs {
   int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
 };
 
-// Limit of kPerCtaSlice in k blocks; each takes a stage.
+// Limit of kPerCtaSlice in k blocks on Hopper; each takes a stage.
 constexpr int kMaxCombinedKBlocks = 8;
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...

@@ -128,10 +128,17 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Mainloop>
         k / kBlockK * Mainloop::kRowsBytes + Mainloop::row_offset(k % kBlockK + first);
     *reinterpret_cast<uint32_t*>(shared + offset) = value[0];
   }
-  ptx::shared_copy_fence();  // before TMA writes these stages again
-  ptx::named_barrier<1, kThreads>();
-  if (threadIdx.x < num_blocks) {
-    ptx::mbarrier_arrive(ring.rows_in(ring.stage(threadIdx.x)));
+  if constexpr (Mainloop::Copies::kEngine) {
+    ptx::shared_copy_fence();  // before TMA writes these stages again
+    ptx::named_barrier<1, kThreads>();
+    if (threadIdx.x < num_blocks) {
+      ptx::mbarrier_arrive(ring.rows_in(ring.stage(threadIdx.x)));
+    }
+  } else {
+    ptx::named_barrier<1, kThreads>();
+    for (int i = ptx::uniform_warp(); i < num_blocks; i += kWarps) {
+      ptx::mbarrier_arrive(ring.rows_in(ring.stage(i)));
+    }
   }
 }
 

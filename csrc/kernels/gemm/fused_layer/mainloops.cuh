@@ -1,16 +1,31 @@
 // Mainloops of the fused layer kernel: how a tile of W is loaded into a stage and multiplied.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/gemm/dense_mma.cuh"
 #include "kernels/gemm/fused_layer/args.cuh"
-#include "kernels/gemm/packed/wgmma.cuh"
+#include "kernels/gemm/packed/multiply.cuh"
 
 namespace cpmcu::cuda::fused {
 
-// W in weight blocks: one bulk copy loads a weight block of 256 rows x 128 k. The same stage holds
-// 8 kGroups rows of x.
-template <typename Mma, typename T, int kGroups_, typename Unpacker>
+// How a producer fills a stage.
+//   kEngine  whether the copy engine of Hopper does, at the request of one thread
+//   kLanes   lanes of the producer's warp that copy; each arrives at the stage's barrier
+//   kBytes   shared memory of the stages
+struct EngineCopies {
+  static constexpr bool kEngine = true;
+  static constexpr int kLanes = 1, kBytes = kRingBytes;
+};
+struct AsyncCopies {  // cp.async
+  static constexpr bool kEngine = false;
+  static constexpr int kLanes = 32, kBytes = 98 * 1024;
+};
+
+// W in weight blocks of 256 rows x 128 k. The same stage holds 8 kGroups rows of x.
+template <typename Copies_, typename Mma, typename T, int kGroups_, typename Unpacker>
 struct PackedMainloop {
+  using Copies = Copies_;
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
@@ -20,10 +35,14 @@ struct PackedMainloop {
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. Above 16 rows the consumers are the bottleneck, and more blocks are better.
-  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 8 && !kHas8Bits ? 5 : 3;
+  // By cp.async a block takes longer, so there are three, or what fits.
+  static constexpr int kInFlight = !Copies::kEngine
+                                       ? std::min(3, Copies::kBytes / (kRowsBytes + kWeightBytes))
+                                       : (kGroups <= 2                 ? 2
+                                          : kGroups == 8 && !kHas8Bits ? 5
+                                                                       : 3);
 
-  // Weight blocks that each CTA prefetches to L2 (prefetch.cuh), 18 MB in all. One row only.
-  static constexpr int kPrefetchBlocks = kGroups == 1 ? (kHas8Bits ? 4 : 8) : 0;
+  static constexpr int kPrefetchBlocks = kGroups == 1 ? prefetch_blocks_of(Unpacker::kBits) : 0;
 
   // Whether each CTA may combine its slice of x: one row, and enough stages.
   static constexpr bool kCombinesSlice = kGroups == 1 && !kHas8Bits;
@@ -51,14 +70,28 @@ struct PackedMainloop {
     }
     __device__ __forceinline__ void next() { from += bytes; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
-      ptx::mbarrier_expect_bytes(barrier, bytes);
-      ptx::bulk_copy(to, from, bytes, barrier, policy);
+      if constexpr (Copies::kEngine) {
+        ptx::mbarrier_expect_bytes(barrier, bytes);
+        ptx::bulk_copy(to, from, bytes, barrier, policy);
+      } else {
+#pragma unroll 4
+        for (int byte = threadIdx.x % 32 * 16; byte < bytes; byte += 32 * 16) {
+          ptx::cp_async16(to + byte, from + byte);
+        }
+        ptx::mbarrier_arrive_cp_async(barrier);
+      }
     }
   };
-  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int k_block,
-                                                    uint32_t barrier) {
-    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
-    copy_rows<kGroups>(to, &gemm.x_map, k_block, barrier);
+  // Fetches the m rows of x.
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int m,
+                                                    int k_block, uint32_t barrier) {
+    if constexpr (Copies::kEngine) {
+      ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+      copy_rows<kGroups>(to, &gemm.x_map, k_block, barrier);
+    } else {
+      copy_rows_async<kGroups>(to, gemm.x, m, gemm.k, k_block);
+      ptx::mbarrier_arrive_cp_async(barrier);
+    }
   }
   template <typename F, typename G>
   __device__ __forceinline__ void accumulate_block(float (&sums)[2][kGroups][4], uint32_t rows,
@@ -75,6 +108,7 @@ struct PackedMainloop {
 // of W take longer than the multiplication.
 template <typename T, int kGroups_>
 struct DenseMainloop {
+  using Copies = EngineCopies;
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr bool kCombinesSlice = false;
@@ -113,8 +147,8 @@ struct DenseMainloop {
       ptx::tensor_copy(to + kWeightBytes / 2, map, k, second, barrier, policy);
     }
   };
-  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int k_block,
-                                                    uint32_t barrier) {
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int,
+                                                    int k_block, uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
     ptx::tensor_copy(to, &gemm.x_map, k_block * kBlockK, 0, barrier);
   }

@@ -54,9 +54,10 @@ __device__ __forceinline__ void prefetch_weights(const FusedLayerArgs& args, int
 }
 
 // Cycles between two L2 prefetches of a CTA; 0: no prefetch. A rate 5 % above the peak keeps memory
-// busy. There is no prefetch in three cases:
+// busy. There is no prefetch in four cases:
 //   * More than one row: the main loop is the bottleneck, and prefetches delay other loads.
 //   * No weights follow: prefetches cost 0.7 us a layer.
+//   * The blocks ahead would take more than half of L2.
 //   * A layer's KV entries take more than a fifth of L2: prefetches cost 2 us a layer at 16384
 //     entries of 2 heads.
 inline int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
@@ -65,8 +66,10 @@ inline int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
                                                : attention.tokens.max_kv;
   const int64_t kv_bytes = int64_t{4} * entries * attention.num_kv_heads * attention.head_dim;
   const FusedGemm& first = p.gemms.front();
+  const int64_t bytes_ahead =
+      first.packed.block_bytes() * prefetch_blocks_of(first.packed.layout.bits()) * ctx.sm_count;
   if (first.x.size(0) != 1 || first.is_dense() || p.following.empty() || ctx.bytes_per_cycle == 0 ||
-      kv_bytes > ctx.l2_bytes / 5) {
+      bytes_ahead > ctx.l2_bytes / 2 || kv_bytes > ctx.l2_bytes / 5) {
     return 0;
   }
   return static_cast<int>(0.95 * static_cast<double>(first.packed.block_bytes()) * ctx.sm_count /

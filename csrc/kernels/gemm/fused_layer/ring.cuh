@@ -1,5 +1,5 @@
 // The pipeline in shared memory that carries all W and x of the fused layer kernel, and its two
-// producer threads.
+// producers.
 #pragma once
 
 #include "kernels/gemm/fused_layer/args.cuh"
@@ -36,10 +36,10 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
 template <typename Mainloop>
 struct Ring {
   static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
-  static constexpr int kStages = kRingBytes / kStageBytes;
+  static constexpr int kStages = Mainloop::Copies::kBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kBarriers = 3 * kStages + kMaxFusedGemms + 2;
-  static_assert(kMaxFusedGemms <= kStages, "a thread for each stage initialises all barriers");
+  static_assert(kMaxFusedGemms <= kWarps, "each warp initialises at most one x_in");
   uint32_t data, barriers;
 
   __device__ __forceinline__ Stage stage(int index) const {
@@ -74,16 +74,30 @@ struct Ring {
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
 
-// Weight producer, one thread: loads into every free stage. Until x of a GEMM has arrived, it keeps
-// only one load in flight. Partial sums, counters and x of other CTAs then do not queue behind
-// weights. The first fill of the pipeline is exempt, unless all CTAs share the combination of
-// attention splits.
+// The value of the first lane, if a warp copies.
+template <typename Mainloop, typename V>
+__device__ __forceinline__ V of_first_lane(V value) {
+  return Mainloop::Copies::kEngine ? value : __shfl_sync(0xffffffffu, value, 0);
+}
+// Waits for this thread's cp.async copies. No copies may be in flight when a warp ends.
+__device__ __forceinline__ void end_copies() {
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+// Weight producer, one thread, or a warp without the copy engine: loads into every free stage.
+// Until x of a GEMM has arrived, it keeps only one load in flight. Partial sums, counters and x of
+// other CTAs then do not queue behind weights. The first fill of the pipeline is exempt, unless all
+// CTAs share the combination of attention splits.
 template <typename Mainloop>
 __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
                                                 const Ring<Mainloop>& ring, int* num_loaded) {
+  constexpr bool kEngine = Mainloop::Copies::kEngine;
   const uint64_t policy = ptx::evict_first_policy();
-  for (int i = 0; i < args.num_gemms; ++i) {
-    if (args.gemms[i].blocks == nullptr) ptx::prefetch_map(&args.gemms[i].w_map);
+  if constexpr (kEngine) {
+    for (int i = 0; i < args.num_gemms; ++i) {
+      if (args.gemms[i].blocks == nullptr) ptx::prefetch_map(&args.gemms[i].w_map);
+    }
   }
   Stage stage = ring.stage(0), landing = stage;
   int in_flight = 0;
@@ -105,7 +119,7 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
         // All address computations precede this wait, to shorten the time from arrival to the next
         // load.
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-        if (!has_x) has_x = ptx::mbarrier_has_ended(x_in, 0);
+        if (!has_x) has_x = of_first_lane<Mainloop>(ptx::mbarrier_has_ended(x_in, 0));
         const int limit = has_x || fills ? Mainloop::kInFlight : 1;
 #pragma unroll 1
         for (; in_flight >= limit; --in_flight) {
@@ -114,31 +128,42 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
         }
         ++in_flight;
         source.fetch(stage.weights, ring.weights_in(stage), policy);
-        if constexpr (Mainloop::kPrefetchBlocks > 0) atomicAdd(num_loaded, 1);
+        if (Mainloop::kPrefetchBlocks > 0 && (kEngine || threadIdx.x % 32 == 0)) {
+          atomicAdd(num_loaded, 1);
+        }
         source.next();
         ring.advance(stage);
         fills = fills && stage.parity == 0;
       }
     }
   }
+  if constexpr (!kEngine) end_copies();
   ptx::pdl_wait();
 }
 
-// Row producer, one thread: loads x of a GEMM once all CTAs have arrived at its grid barrier.
+// Row producer, as the weight producer: loads x of a GEMM once all CTAs have arrived at its grid
+// barrier.
 template <typename Mainloop>
 __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
                                              const Ring<Mainloop>& ring) {
-  for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
+  constexpr bool kEngine = Mainloop::Copies::kEngine;
+  const bool leads = kEngine || threadIdx.x % 32 == 0;
+  if constexpr (kEngine) {
+    for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
+  }
   ptx::pdl_wait();
-  // This thread reads `bases` before this CTA arrives at any grid barrier, and so before CTA 0
+  // The first lane reads `bases` before this CTA arrives at any grid barrier, and so before CTA 0
   // changes it. A CTA with a part in a GEMM arrives only after its x. A CTA without a part waits
   // for bases_read.
   static_assert(kMaxFusedGemms == 4);
-  const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
-  ptx::mbarrier_arrive(ring.bases_read());
+  uint4 bases{};
+  if (leads) {
+    bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
+    ptx::mbarrier_arrive(ring.bases_read());
+  }
   if (args.combine_mode == CombineMode::kGridWide) {
     ptx::mbarrier_wait(ring.combined(), 0);
-    ptx::add_release(args.state->arrived[0]);
+    if (leads) ptx::add_release(args.state->arrived[0]);
   }
   Stage stage = ring.stage(0);
 #pragma unroll 1
@@ -146,10 +171,13 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
     const GemmArgs& gemm = args.gemms[i];
     if ((i > 0 || args.combine_mode == CombineMode::kGridWide) &&
         static_cast<int>(blockIdx.x) < gemm.active_ctas) {
-      const uint32_t base = i == 0 ? bases.x : i == 1 ? bases.y : i == 2 ? bases.z : bases.w;
+      const uint32_t base = of_first_lane<Mainloop>(i == 0   ? bases.x
+                                                    : i == 1 ? bases.y
+                                                    : i == 2 ? bases.z
+                                                             : bases.w);
       while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
       }
-      ptx::copy_engine_fence();
+      if constexpr (kEngine) ptx::copy_engine_fence();
     }
     // If each CTA combines its slice of x, this thread skips the stages of GEMM 0, and does not
     // wait for `done` either. Their rows may already be consumed, so that the wait would be for a
@@ -158,11 +186,12 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
     each_block(gemm, [&](int, int k_block) {
       if (brings) {
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-        Mainloop::fetch_rows(stage.rows, gemm, k_block, ring.rows_in(stage));
+        Mainloop::fetch_rows(stage.rows, gemm, args.m, k_block, ring.rows_in(stage));
       }
       ring.advance(stage);
     });
   }
+  if constexpr (!kEngine) end_copies();
 }
 
 }  // namespace cpmcu::cuda::fused

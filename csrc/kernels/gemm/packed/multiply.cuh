@@ -26,6 +26,20 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kPackedK + 64, 0, barrier);
 }
 
+// The same without the copy engine, by a warp: 128 k of m rows of x [m, k]. Elements beyond K
+// become zero.
+template <int kGroups>
+__device__ __forceinline__ void copy_rows_async(uint32_t to, const void* x, int m, int k,
+                                                int k_block) {
+  const int chunk = threadIdx.x % 16, column = k_block * kPackedK + chunk * 8;
+  const char* from = static_cast<const char*>(x) + int64_t{column} * 2;
+#pragma unroll 4
+  for (int row = threadIdx.x % 32 / 16; row < m; row += 2) {
+    ptx::cp_async16(to + ptx::swizzled_chunk<8 * kGroups>(row, chunk), from + int64_t{row} * k * 2,
+                    column < k);
+  }
+}
+
 template <int kGroups>
 __device__ __forceinline__ void clear(float (&sums)[kGroups][4]) {
 #pragma unroll

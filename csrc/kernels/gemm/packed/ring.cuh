@@ -98,13 +98,7 @@ __device__ __forceinline__ void produce(const PackedGemmArgs& args,
     if constexpr (Mma::kTensorMap) {
       if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
     } else {
-      const int chunk = lane % 16, k = k_block * kPackedK + chunk * 8;
-      const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
-#pragma unroll 4
-      for (int row = lane / 16; row < args.m; row += 2) {
-        ptx::cp_async16(to + ptx::swizzled_chunk<8 * kGroups>(row, chunk),
-                        from + int64_t{row} * args.k * 2, k < args.k);
-      }
+      copy_rows_async<kGroups>(to, args.x, args.m, args.k, k_block);
       ptx::mbarrier_arrive_cp_async(full);
     }
     if (++rows_block == end) rows_block = first_block;

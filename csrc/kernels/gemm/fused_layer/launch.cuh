@@ -1,0 +1,184 @@
+// Launches of the fused layer kernel: how the work of each GEMM is divided, and the arguments.
+#pragma once
+
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "core/launch.h"
+#include "kernels/gemm/fused_layer/kernel.cuh"
+#include "kernels/gemm/tensor_map.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+// Cuts K into as many slices as there are CTAs for.
+void divide_work(WeightBlocks& of, int n, int num_ctas) {
+  of.tiles = (n + kPackedRows - 1) / kPackedRows;
+  of.slices = std::clamp(num_ctas / of.tiles, 1, std::min(kWarps, of.k_blocks));
+  of.slice_blocks = of.k_blocks / of.slices;
+  of.longer_slices = of.k_blocks % of.slices;
+  of.one_over_slices = (1 << 16) / of.slices + 1;
+  of.active_ctas = std::min(of.tiles * of.slices, num_ctas);
+}
+
+void set_weight_blocks(WeightBlocks& of, const PackedWeight& w, int num_ctas) {
+  of.blocks = static_cast<const char*>(w.blocks);
+  of.k_blocks = static_cast<int>(w.k_blocks());
+  of.block_bytes = static_cast<int>(w.block_bytes());
+  divide_work(of, static_cast<int>(w.n), num_ctas);
+}
+
+Rotary make_rotary(const RotaryKvParams& from) {
+  return {.k_cache = from.k_cache.data(),
+          .v_cache = from.v_cache.data(),
+          .bias = from.bias.data(),
+          .inv_freq = from.inv_freq,
+          .attention_scaling = from.attention_scaling,
+          .num_heads = from.num_heads,
+          .num_kv_heads = from.num_kv_heads,
+          .tokens = from.tokens};
+}
+
+GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Tensor& y,
+                        const Tensor& x, const Tensor& normed, bool has_maps, int groups,
+                        int num_ctas) {
+  const int k = static_cast<int>(x.size(1)), n = static_cast<int>(from.stored_rows());
+  GemmArgs gemm{.x = x.data(),
+                .y = y.data(),
+                .normed = normed.empty() ? nullptr : normed.data(),
+                .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
+                .bias = from.bias.data(),
+                .norm_offset = from.norm_offset,
+                .alpha = from.alpha,
+                .beta = from.beta,
+                .n = n,
+                .k = k,
+                .gated = from.is_gated()};
+  if (has_maps) {
+    gemm.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups);
+  }
+  if (from.is_dense()) {
+    using Mainloop = DenseMainloop<__half, 1>;
+    gemm.w_map = make_map(from.w.data(), n, k, x.dtype(), Mainloop::kBoxRows);
+    gemm.k_blocks = (k + Mainloop::kBlockK - 1) / Mainloop::kBlockK;
+    divide_work(gemm, n, num_ctas);
+  } else {
+    set_weight_blocks(gemm, from.packed, num_ctas);
+    gemm.scale_form = scale_form(from.packed.layout);
+  }
+  if (before != nullptr && !before->normed.empty()) {
+    gemm.inv_size = 1.0f / static_cast<float>(k);
+    gemm.eps = before->norm_eps;
+  }
+  return gemm;
+}
+
+// What the kernels of an architecture differ in, beside their main loops.
+struct FusedTarget {
+  bool has_maps;              // x and 16-bit W are read through tensor maps
+  int64_t max_rows;           // of a launch whose W has 4 bits of a common layout
+  int max_combined_k_blocks;  // limit of kPerCtaSlice; each k block takes a stage
+};
+
+bool has_4_bits(const FusedGemm& gemm) {
+  return !gemm.is_dense() && gemm.packed.layout.bits() == 4;
+}
+int64_t most_fused_rows(const FusedTarget& target, const FusedGemm& gemm) {
+  return has_4_bits(gemm) && is_common(gemm.packed.layout) ? target.max_rows : kMaxRows;
+}
+int fused_row_groups(const FusedGemm& gemm, int64_t rows, int64_t most) {
+  return gemm.is_dense() ? row_groups(rows, most) : row_groups_of(gemm.packed.layout, rows, most);
+}
+
+CombineMode combine_mode_of(const FusedTarget& target, const FusedLayerParams& p,
+                            const GemmArgs& first, int num_ctas) {
+  const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
+  if (rows == 0 || count == 1) return CombineMode::kNone;
+  const bool is_short = count <= kMaxCombinedSplits;
+  // NOTE: kPerCtaSlice is not valid for two GEMMs. A CTA could then arrive before its producer
+  // thread has read `bases`, which CTA 0 changes at the end.
+  if (rows == 1 && is_short && has_4_bits(p.gemms.front()) && p.gemms.size() != 2 &&
+      first.tiles <= num_ctas &&
+      first.slice_blocks + (first.longer_slices > 0) <= target.max_combined_k_blocks) {
+    return CombineMode::kPerCtaSlice;
+  }
+  // A warp goes through all splits of a head. If there are many splits, most warps must have work.
+  const bool is_busy = rows * p.attention.num_heads >= num_ctas * kWarps / 2;
+  return is_short || is_busy ? CombineMode::kGridWide : CombineMode::kNone;
+}
+
+template <typename Mainloop>
+void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const AttentionParams& attention,
+                        int num_ctas) {
+  using Ring = Ring<Mainloop>;
+  const auto kernel = fused_layer_kernel<Mainloop>;
+  static_assert(Mainloop::kInFlight <= Ring::kStages, "every load in flight has its own stage");
+  for (GemmArgs& gemm : args.gemms) gemm.alpha /= Mainloop::kScale;
+  // More than half of an SM's shared memory: an SM gets one CTA.
+  const auto bytes = std::max<int64_t>(Ring::kBytes, ctx.sm_shared_bytes / 2 + 1024);
+  allow_shared_bytes(kernel, bytes);
+  launch(ctx, kernel, dim3(num_ctas), dim3(kThreads + 32 * kProducerWarps<Mainloop>), bytes, args,
+         make_decode_args<typename Mainloop::Element>(ctx, attention));
+}
+
+// Launches the kernel for the rows of x, and rotary_kv if no launch applies it. `dispatch` gets a
+// launch's arguments, groups of rows and CTAs, and calls launch_fused_layer.
+template <typename F>
+void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedLayerParams& p,
+                     F dispatch) {
+  const int64_t num_rows = p.gemms.front().x.size(0);
+  const bool has_attention = !p.attention.out.empty(), has_rotary = !p.rotary.qkv.empty();
+  const int64_t num_bytes = fused_layer_bytes(num_rows);
+  CHECK(p.memory.num_bytes() >= num_bytes,
+        "fused_layer: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(), num_bytes,
+        num_rows);
+  const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
+  if (has_rotary) check_rotary_kv(p.rotary);
+  bool rotates = false;
+  const int64_t most_rows = most_fused_rows(target, p.gemms.front());
+  for (int64_t row = 0; row < num_rows; row += most_rows) {
+    const int64_t m = std::min(most_rows, num_rows - row);
+    const int groups = fused_row_groups(p.gemms.front(), m, most_rows);
+    FusedLayerArgs args{
+        .state = p.memory.as<FusedState>(),
+        .fragments = p.memory.as<char>() + kFusedStateBytes +
+                     (groups > kMaxFlaggedGroups ? kMaxFlaggedGroups * kFusedSumBytes : 0),
+        .num_gemms = static_cast<int>(p.gemms.size()),
+        .m = static_cast<int>(m),
+        .min_active_ctas = num_ctas,
+        .num_following = static_cast<int>(p.following.size()),
+        .prefetch_cycles = prefetch_cycles_of(ctx, p)};
+    for (size_t i = 0; i < p.following.size(); ++i) {
+      set_weight_blocks(args.following[i], p.following[i], num_ctas);
+    }
+    for (size_t i = 0; i < p.gemms.size(); ++i) {
+      const FusedGemm& gemm = p.gemms[i];
+      const Tensor normed = gemm.normed.empty() ? Tensor() : gemm.normed.rows(row, m);
+      args.gemms[i] =
+          make_gemm_args(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
+                         gemm.x.rows(row, m), normed, target.has_maps, groups, num_ctas);
+      if (i + 1 < p.gemms.size())
+        args.min_active_ctas = std::min(args.min_active_ctas, args.gemms[i].active_ctas);
+    }
+    if (has_attention && row == 0) {
+      args.combine_mode = combine_mode_of(target, p, args.gemms[0], num_ctas);
+      args.max_splits = num_splits(p.attention.tokens.max_kv);
+      args.head_dim = p.attention.head_dim;
+      if (args.combine_mode == CombineMode::kNone)
+        attention_combine_before_fused_layer(ctx, p.attention);
+    }
+    GemmArgs& last = args.gemms[p.gemms.size() - 1];
+    // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
+    // that tile are loaded before x arrives.
+    rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
+    if (rotates) {
+      args.rotary = make_rotary(p.rotary);
+      last.rope_pair_stride = p.rotary.head_dim / 32;
+    }
+    dispatch(args, groups, num_ctas);
+  }
+  if (has_rotary && !rotates) cuda::rotary_kv(ctx, p.rotary);
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

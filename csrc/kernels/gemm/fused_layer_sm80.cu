@@ -1,0 +1,30 @@
+// The fused layer kernel on other GPUs than Hopper (fused_layer/kernel.cuh): 4-bit layouts. Rows
+// and weights come by cp.async, and are multiplied by mma.sync.
+//
+// A CTA has 98 KB of shared memory, all that it may have on GPUs of GeForce kind. That is too
+// little for blocks of 8 and 16-bit W.
+#include "kernels/gemm/fused_layer/launch.cuh"
+
+namespace cpmcu::cuda {
+
+void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
+  const FusedTarget target{.has_maps = false, .max_rows = kMaxRows, .max_combined_k_blocks = 4};
+  run_fused_layer(ctx, target, p, [&](const FusedLayerArgs& args, int groups, int num_ctas) {
+    dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
+      dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+        constexpr int kGroups = decltype(constant)::value;
+        dispatch_unpacker(p.gemms.front().packed.layout, [&](auto unpacker) {
+          using Unpacker = decltype(unpacker);
+          constexpr bool kFits = kIsFused<Unpacker> && Unpacker::kBits == 4;
+          if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
+            using Mainloop = PackedMainloop<AsyncCopies, MmaSync, decltype(t), kGroups, Unpacker>;
+            static_assert(Ring<Mainloop>::kStages >= (kGroups == 1 ? 4 : 2));
+            launch_fused_layer<Mainloop>(ctx, args, p.attention, num_ctas);
+          }
+        });
+      });
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda
