@@ -1,5 +1,5 @@
-// The fused layer kernel on other GPUs than Hopper (fused_layer/kernel.cuh): 4-bit layouts. Rows
-// and weights come by cp.async, and are multiplied by mma.sync.
+// The fused layer kernel in code for other targets than sm_90a (fused_layer/kernel.cuh): 4-bit
+// layouts, multiplied by mma.sync.
 //
 // A CTA has 98 KB of shared memory, all that it may have on GPUs of GeForce kind. That is too
 // little for blocks of 8 and 16-bit W.
@@ -8,7 +8,12 @@
 namespace cpmcu::cuda {
 
 void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
-  const FusedTarget target{.has_maps = false, .max_rows = kMaxRows, .max_combined_k_blocks = 4};
+  // If launches overlap, a separate rotary_kv costs less.
+  const bool overlap = ctx.code_capability >= 90;
+  const FusedTarget target{.has_maps = overlap,
+                           .max_rows = kMaxRows,
+                           .max_combined_k_blocks = 4,
+                           .max_rotated_groups = overlap ? 2 : PortableCopies::kMaxRotatedGroups};
   run_fused_layer(ctx, target, p, [&](const FusedLayerArgs& args, int groups, int num_ctas) {
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
       dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
@@ -17,7 +22,8 @@ void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
           using Unpacker = decltype(unpacker);
           constexpr bool kFits = kIsFused<Unpacker> && Unpacker::kBits == 4;
           if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
-            using Mainloop = PackedMainloop<AsyncCopies, MmaSync, decltype(t), kGroups, Unpacker>;
+            using Mainloop =
+                PackedMainloop<PortableCopies, MmaSync, decltype(t), kGroups, Unpacker>;
             static_assert(Ring<Mainloop>::kStages >= (kGroups == 1 ? 4 : 2));
             launch_fused_layer<Mainloop>(ctx, args, p.attention, num_ctas);
           }

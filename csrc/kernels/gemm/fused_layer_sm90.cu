@@ -7,8 +7,10 @@
 namespace cpmcu::cuda {
 
 void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
-  const FusedTarget target{
-      .has_maps = true, .max_rows = kMaxFusedRows, .max_combined_k_blocks = kMaxCombinedKBlocks};
+  const FusedTarget target{.has_maps = true,
+                           .max_rows = kMaxFusedRows,
+                           .max_combined_k_blocks = kMaxCombinedKBlocks,
+                           .max_rotated_groups = HopperCopies::kMaxRotatedGroups};
   run_fused_layer(ctx, target, p, [&](const FusedLayerArgs& args, int groups, int num_ctas) {
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
@@ -20,7 +22,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
             using Unpacker = decltype(unpacker);
             constexpr bool kFits = kIsFused<Unpacker> && (kGroups <= 8 || Unpacker::kBits == 4);
             if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
-              launch_fused_layer<PackedMainloop<EngineCopies, Mma, T, kGroups, Unpacker>>(
+              launch_fused_layer<PackedMainloop<HopperCopies, Mma, T, kGroups, Unpacker>>(
                   ctx, args, p.attention, num_ctas);
             }
           });

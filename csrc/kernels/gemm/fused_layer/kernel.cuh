@@ -13,7 +13,7 @@
 //   prefetch warp     | one row only: W tiles further ahead -> L2 (prefetch.cuh)
 //   8 consumer warps  | mma over K -> partial sums to global memory -> sum of the slices in order
 //                     | -> epilogue -> arrive at the grid barrier of GEMM i + 1
-// On Hopper a producer is one thread, which uses the copy engine. Elsewhere it is a warp, which
+// From Hopper on a producer is one thread, which uses the copy engine. Before, it is a warp, which
 // uses cp.async (mainloops.cuh). A GEMM has tiles of 256 rows of W. If there are fewer tiles than
 // CTAs, K is cut into slices. The order of additions depends on N and K only, so a row has the same
 // bits whatever the batch.
@@ -54,14 +54,11 @@ TRACED_FILE("fused_layer");
 // consumers of more than 8 rows need more registers than an equal share, so a whole warpgroup gives
 // up registers.
 template <typename Mainloop>
-constexpr bool kMovesRegisters = Mainloop::Copies::kEngine && Mainloop::kGroups >= 2;
+constexpr bool kMovesRegisters = Mainloop::Copies::kHopper && Mainloop::kGroups >= 2;
 template <typename Mainloop>
 constexpr int kProducerWarps = kMovesRegisters<Mainloop>                                    ? 4
-                               : Mainloop::Copies::kEngine || Mainloop::kPrefetchBlocks > 0 ? 3
+                               : Mainloop::Copies::kHopper || Mainloop::kPrefetchBlocks > 0 ? 3
                                                                                             : 2;
-
-// For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
-constexpr int kMaxRotatedGroups = 2;
 
 // Initialises the barriers of the CTA. All warps share the work: a barrier costs 30 to 40 cycles.
 template <typename Mainloop>
@@ -72,8 +69,8 @@ __device__ __forceinline__ void init_barriers(const Ring<Mainloop>& ring, int wa
 #pragma unroll 1
     for (int i = warp; i < Ring::kStages; i += kWarps + kProducerWarps<Mainloop>) {
       const Stage mine = ring.stage(i);
-      ptx::mbarrier_init(ring.weights_in(mine), Mainloop::Copies::kLanes);
-      ptx::mbarrier_init(ring.rows_in(mine), Mainloop::Copies::kLanes);
+      ptx::mbarrier_init(ring.weights_in(mine), kCopyLanes<typename Mainloop::Copies>);
+      ptx::mbarrier_init(ring.rows_in(mine), kCopyLanes<typename Mainloop::Copies>);
       ptx::mbarrier_init(ring.done(mine), kThreads);
     }
     if (warp < kMaxFusedGemms) ptx::mbarrier_init(ring.x_in(warp), 1);
@@ -151,7 +148,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
     const __grid_constant__ FusedLayerArgs args,
     const __grid_constant__ AttentionArgs<typename Mainloop::Element> attention) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only fused_layer_sm90.cu's kernels run there
-  if constexpr (!Mainloop::Copies::kEngine) return;
+  if constexpr (!Mainloop::Copies::kHopper) return;
 #endif
   using T = typename Mainloop::Element;
   using Ring = Ring<Mainloop>;
@@ -207,7 +204,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
     const Mainloop mainloop(gemm);
     T* const y = static_cast<T*>(gemm.y);
     const bool alone = gemm.slices == 1 && gemm.gated;  // no slices to add: the sums are final
-    const bool rotated = kGroups <= kMaxRotatedGroups && gemm.rope_pair_stride > 1;
+    const bool rotated =
+        kGroups <= Mainloop::Copies::kMaxRotatedGroups && gemm.rope_pair_stride > 1;
     // The warp tiles (32 rows of W each) whose slices this CTA adds.
     const int slice = range.slice;
     const int first_warp_tile = gemm.over_slices(kWarps * slice + gemm.slices - 1);

@@ -78,6 +78,7 @@ struct FusedTarget {
   bool has_maps;              // x and 16-bit W are read through tensor maps
   int64_t max_rows;           // of a launch whose W has 4 bits of a common layout
   int max_combined_k_blocks;  // limit of kPerCtaSlice; each k block takes a stage
+  int max_rotated_groups;     // most groups of rows for which the kernel applies RoPE
 };
 
 bool has_4_bits(const FusedGemm& gemm) {
@@ -170,7 +171,9 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
     GemmArgs& last = args.gemms[p.gemms.size() - 1];
     // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
     // that tile are loaded before x arrives.
-    rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
+    const int warp_tiles = (kWarps + last.slices - 1) / last.slices;  // of a CTA
+    rotates = has_rotary && num_rows <= 8 * target.max_rotated_groups &&
+              (groups == 1 || warp_tiles * groups <= kWarps);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
       last.rope_pair_stride = p.rotary.head_dim / 32;

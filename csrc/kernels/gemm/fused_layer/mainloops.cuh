@@ -9,18 +9,31 @@
 
 namespace cpmcu::cuda::fused {
 
-// How a producer fills a stage.
-//   kEngine  whether the copy engine of Hopper does, at the request of one thread
-//   kLanes   lanes of the producer's warp that copy; each arrives at the stage's barrier
+// How the producers fill stages.
+//   kHopper  code for sm_90a
+//   kEngine  the copy engine (TMA) copies, at the request of one thread; else a warp does, by
+//            cp.async
 //   kBytes   shared memory of the stages
-struct EngineCopies {
+//   kMaxRotatedGroups  most groups of rows for which the kernel applies RoPE
+struct HopperCopies {
+  static constexpr bool kHopper = true, kEngine = true;
+  static constexpr int kBytes = kRingBytes;
+  // For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
+  static constexpr int kMaxRotatedGroups = 2;
+};
+struct PortableCopies {
+  static constexpr bool kHopper = false;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr bool kEngine = true;
-  static constexpr int kLanes = 1, kBytes = kRingBytes;
-};
-struct AsyncCopies {  // cp.async
+#else
   static constexpr bool kEngine = false;
-  static constexpr int kLanes = 32, kBytes = 98 * 1024;
+#endif
+  static constexpr int kBytes = 98 * 1024;
+  static constexpr int kMaxRotatedGroups = 4;
 };
+// Lanes of a producer's warp that copy. Each arrives at the barrier of a stage.
+template <typename Copies>
+constexpr int kCopyLanes = Copies::kEngine ? 1 : 32;
 
 // W in weight blocks of 256 rows x 128 k. The same stage holds 8 kGroups rows of x.
 template <typename Copies_, typename Mma, typename T, int kGroups_, typename Unpacker>
@@ -35,12 +48,12 @@ struct PackedMainloop {
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. Above 16 rows the consumers are the bottleneck, and more blocks are better.
-  // By cp.async a block takes longer, so there are three, or what fits.
-  static constexpr int kInFlight = !Copies::kEngine
-                                       ? std::min(3, Copies::kBytes / (kRowsBytes + kWeightBytes))
-                                       : (kGroups <= 2                 ? 2
-                                          : kGroups == 8 && !kHas8Bits ? 5
-                                                                       : 3);
+  // By cp.async a block takes longer, so there are three.
+  static constexpr int kLimit = kGroups <= 2                                    ? 2
+                                : Copies::kHopper && kGroups == 8 && !kHas8Bits ? 5
+                                                                                : 3;
+  static constexpr int kInFlight =
+      std::min(Copies::kEngine ? kLimit : 3, Copies::kBytes / (kRowsBytes + kWeightBytes));
 
   static constexpr int kPrefetchBlocks = kGroups == 1 ? prefetch_blocks_of(Unpacker::kBits) : 0;
 
@@ -108,7 +121,7 @@ struct PackedMainloop {
 // of W take longer than the multiplication.
 template <typename T, int kGroups_>
 struct DenseMainloop {
-  using Copies = EngineCopies;
+  using Copies = HopperCopies;
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr bool kCombinesSlice = false;
