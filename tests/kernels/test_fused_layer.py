@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu import C
 from tests.kernels import group_weights
 from tests.kernels.attention import Case
 from tests.kernels.group_weights import KINDS, make_weights
@@ -257,7 +259,7 @@ def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
 @pytest.mark.parametrize("m", sizes(1, 9, 61))
 def test_biases(device: str, dtype: str, bits: int, m: int) -> None:
     """Of a GEMM with a residual and of one without, first, in the middle and last."""
-    shape = (200, 264, 136, 257)
+    shape = (200, 264, 136, 272)
     layer = Layer(shape, dtype, bits)
     rng = np.random.default_rng(m)
     for gemm in layer.gemms:
@@ -380,6 +382,8 @@ def test_attention_splits_before_the_first_gemm(
     """All outputs have the bits of a launch whose x attention_decode has combined."""
     if hidden > 1000:
         for_cuda_only(device, "the CPU runs one GEMM after another, for any number of tiles")
+        if bits == 16 and "90a" not in json.loads(C.build_info_json)["archs"]:
+            pytest.skip("without the fused layer kernel, a norm has at most 16,384 columns")
     layer = Layer((heads[0] * heads[2], hidden, 72, 136), dtype, bits)
     layer.put(device)
     ctx = context(device)
