@@ -5,9 +5,8 @@
 | `markov_head.markov_w1.weight` | [V, r] |
 | `markov_head.markov_w2.weight` | [drafted tokens, r] |
 | `markov_head.gate_proj.{weight,bias}` | [r, H + r], [r]: of a gated Markov head |
+| `markov_head.joint_proj.{weight,bias}` | [3r, 2r + H], [3r]: of an rnn Markov head |
 | `confidence_head.proj.{weight,bias}` | not read: the engine measures how much is accepted |
-
-An rnn Markov head is refused: its scores depend on all tokens of a path, and a lattice holds pairs.
 
 A head of rank 0 is DeepSpec's DFlash, whose root row predicts.
 """
@@ -25,12 +24,12 @@ from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors,
 from cpmcu.models.reader import ConfigReader
 
 _W1, _W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-_KINDS = ["vanilla", "gated"]
+_KINDS = ["vanilla", "gated", "rnn"]
 
 
 @register_drafter("dspark")
 class DSpark:
-    """A DSpark head with a vanilla or gated Markov head, or without one."""
+    """A DSpark head with a vanilla, gated or rnn Markov head, or without one."""
 
     has_checkpoint = True
     also_named = ("dflash",)  # those of rank 0 are published as DFlash
@@ -97,4 +96,4 @@ def _markov_options(draft: DraftFiles, rank: int, kind: str) -> dict[str, Any]:
     if successors is None:
         raise ValueError(f"{_W2} is missing, expected both tensors of the Markov head")
     options = {"rank": rank, "successors": successors[0]}
-    return options | ({"gated": True} if kind == "gated" else {})
+    return options | ({} if kind == "vanilla" else {kind: True})

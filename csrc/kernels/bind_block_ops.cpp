@@ -3,6 +3,7 @@
 #include "kernels/layer/block_conv.h"
 #include "kernels/tree/keyless_rows.h"
 #include "kernels/tree/lattice.h"
+#include "kernels/tree/rnn_tree.h"
 
 namespace py = pybind11;
 
@@ -51,6 +52,15 @@ void bind_block_ops(py::module_& m) {
                  option("scores", &Lattice::scores), option("pairs", &Lattice::pairs)),
           field("depth", &Tree::depth), option("chain", &Tree::chain),
           option("off_path", &Tree::off_path), field("draft", &Tree::draft));
+  using Rnn = RnnTreeParams;
+  bind_op(m, "rnn_tree", rnn_tree, "csrc/kernels/tree/rnn_tree.h", py::kw_only(),
+          shaped("candidates", &Rnn::candidates, 0, &Rnn::num_seqs, &Rnn::depth, &Rnn::topk),
+          field("logprobs", &Rnn::logprobs), option("id_map", &Rnn::id_map),
+          field("seq_slots", &Rnn::seq_slots), field("next_tokens", &Rnn::next_tokens),
+          field("inputs", &Rnn::inputs), field("weight", &Rnn::weight),
+          field("predecessors", &Rnn::predecessors), field("successors", &Rnn::successors),
+          field("states", &Rnn::states), field("longest", &Rnn::longest),
+          option("chain", &Rnn::chain), field("draft", &Rnn::draft));
 }
 
 }  // namespace cpmcu

@@ -370,21 +370,26 @@ Draft BlockDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                       .id_map = own_ids() ? nullptr : id_map_,
                       .tokens = candidate_ids_,
                       .logprobs = logprobs_});
-  const Lattice lattice = score(ctx, batch,
-                                {.num_seqs = batch.num_seqs,
-                                 .depth = largest_.depth,
-                                 .topk = topk_,
-                                 .ids = candidate_ids_,
-                                 .logprobs = logprobs_,
-                                 .hidden = hidden});
   Draft draft = draft_;
   draft.num_tokens = batch.num_tokens();
-  lattice_tree(ctx, {.lattice = lattice,
+  choose(ctx, batch,
+         {.num_seqs = batch.num_seqs,
+          .depth = largest_.depth,
+          .topk = topk_,
+          .ids = candidate_ids_,
+          .logprobs = logprobs_,
+          .hidden = hidden},
+         draft);
+  return draft;
+}
+
+void BlockDrafter::choose(const Context& ctx, const DraftBatch& batch, const Candidates& candidates,
+                          const Draft& draft) {
+  lattice_tree(ctx, {.lattice = score(ctx, batch, candidates),
                      .depth = batch.shape.depth,
-                     .chain = draft.num_tokens <= batch.shape.depth,
+                     .chain = is_chain(batch, draft),
                      .off_path = off_path(),
                      .draft = draft});
-  return draft;
 }
 
 // ---- codebooks

@@ -8,7 +8,8 @@
 //
 // The logits of D positions form a lattice (kernels/tree/lattice.h), from which the draft is a
 // chain or a tree. The drafters differ in the scores of candidates (`score`), and DFlash2 adds
-// convolutions.
+// convolutions. If scores depend on whole paths, no lattice holds them: the drafter overrides
+// `choose`.
 //
 // Keys of block rows lie beyond the sequence's length and are written again by each step. A
 // rejected token leaves nothing behind: context rows come from accepted tokens alone. Source:
@@ -81,6 +82,12 @@ class BlockDrafter : public Drafter {
             .tokens = candidates.ids,
             .scores = candidates.logprobs};
   }
+  // Chooses the chain or tree among the candidates.
+  virtual void choose(const Context& ctx, const DraftBatch& batch, const Candidates& candidates,
+                      const Draft& draft);
+  static bool is_chain(const DraftBatch& batch, const Draft& draft) {
+    return draft.num_tokens <= batch.shape.depth;
+  }
   // The parameters of pair_scores, without those of the codebooks.
   PairScoresParams pairs_of(const DraftBatch& batch, const Candidates& candidates) const {
     return {.num_seqs = candidates.num_seqs,
@@ -88,12 +95,13 @@ class BlockDrafter : public Drafter {
             .topk = candidates.topk,
             .candidates = candidates.ids,
             .logprobs = candidates.logprobs,
-            .id_map = own_ids() ? id_map_ : nullptr,
+            .id_map = own_id_map(),
             .seq_slots = batch.seq_slots,
             .next_tokens = batch.slots.next_tokens};
   }
   // Whether Candidates::ids are ids of the draft's own vocabulary.
   virtual bool own_ids() const { return false; }
+  const int* own_id_map() const { return own_ids() ? id_map_ : nullptr; }
   // Added to the scores below a node that is not on the likeliest path.
   virtual float off_path() const { return 0; }
 
@@ -195,6 +203,7 @@ class Codebooks {
   void list_tensors(WeightTable& table) const;
   int rank() const { return rank_; }
   const Tensor& predecessors() const { return books_[0]; }  // [V, r]
+  const Tensor& successors() const { return books_[1]; }    // [draft vocabulary or V, r]
   // The lattice of pair_scores. The codebooks and the results of `params` are set here.
   Lattice score(const Context& ctx, PairScoresParams params) const;
 

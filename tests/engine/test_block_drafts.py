@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,9 @@ CASES = {
     "DSpark": Case("dspark"),
     "DSpark, gated": Case("dspark", {"markov_head_type": "gated"}),
     "DSpark, gated, reduced vocabulary": Case("dspark", {"markov_head_type": "gated", **REDUCED}),
+    "DSpark, rnn": Case("dspark", {"markov_head_type": "rnn"}),
+    "DSpark, rnn, reduced vocabulary": Case("dspark", {"markov_head_type": "rnn", **REDUCED}),
+    "DSpark, rnn, rank 24": Case("dspark", {"markov_head_type": "rnn", "markov_rank": 24}),
     "DSpark, confidence without Markov": Case("dspark", {"confidence_head_with_markov": False}),
     "DSpark, scaled logits": Case("dspark", {"output_multiplier": 0.3}),
     "DSpark, the root's row does not predict": Case("dspark", {"dspark_bonus_anchor": True}),
@@ -147,6 +151,14 @@ CASES = {
         "dspark", rename={name: "model." + name for name in ("layers.", "fc.", "hidden_norm.")}
     ),
 }
+
+KINDS = (*BLOCKS, "dspark rnn")
+
+
+def case_of(kind: str, **fields: Any) -> Case:
+    """The case of one of KINDS: a kind of draft, and its kind of Markov head."""
+    name, _, markov = kind.partition(" ")
+    return Case(name, {"markov_head_type": markov} if markov else {}, **fields)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -181,12 +193,16 @@ def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_in_bfloat16(kind: str, device: str, tmp_path: Path) -> None:
     """More than 80 % of the drafts hold the likeliest nodes, up to rounding."""
     sizes = {"hidden_size": 128, "head_dim": 64, "vocab_size": 40}
     pair = Pair(
-        tmp_path, Case(kind, target=sizes, dtype="bfloat16"), TREE, device=device, memory_limit=0.2
+        tmp_path,
+        case_of(kind, target=sizes, dtype="bfloat16"),
+        TREE,
+        device=device,
+        memory_limit=0.2,
     )
     right = []
     for length in LENGTHS:
@@ -237,11 +253,11 @@ def test_keys_of_vllm_ask_for_a_chain(kind: str, method: str, tmp_path: Path) ->
     assert parents == [-1, 0, 1, 2, 3, 4] and -1 not in tokens
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "dspark rnn"])
 def test_fr_spec_drafts_frequent_tokens(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "frequent.npy"
     np.save(path, np.arange(2, 100, 2))
-    case = Case(kind, target={"vocab_size": 100})
+    case = case_of(kind, target={"vocab_size": 100})
     pair = Pair(tmp_path, case, {**TREE, "frspec_path": str(path), "draft_head_quant": "none"})
     ids = np.arange(2, 100, 2).tolist()
     weights = pair.draft.weights
@@ -260,11 +276,11 @@ def test_prompts_far_beyond_the_window(kind: str, chunk: int, tmp_path: Path) ->
     pair.run(text_of(230), 6, chunk)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_many_steps_in_a_used_slot(kind: str, tmp_path: Path) -> None:
     """Nothing of rejected tokens, of another sequence or of fresh memory is read."""
     with memory_full_of(0x7F):
-        pair = Pair(tmp_path, Case(kind), TREE)
+        pair = Pair(tmp_path, case_of(kind), TREE)
     other = pair.run(text_of(140), 10, **SAMPLINGS["seeded"])
     each = pair.run(text_of(30), 50, shapes=[None, (4, 5), (1, 2)], **SAMPLINGS["seeded"])
     assert each.slot == other.slot and {1, 2, 3} <= set(each.emitted)
@@ -272,10 +288,10 @@ def test_many_steps_in_a_used_slot(kind: str, tmp_path: Path) -> None:
     assert MASK in roots  # the root's row holds the mask token, too
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_steps_without_a_draft_leave_no_gap(kind: str, tmp_path: Path) -> None:
     """Up to 16 tokens of such steps; prompts shorter than that, and longer ones."""
-    pair = Pair(tmp_path, Case(kind), TREE)
+    pair = Pair(tmp_path, case_of(kind), TREE)
     for length in (1, 5, 70):
         each = pair.start(text_of(length), **SAMPLINGS["seeded"])
         for plain in (1, 3, 11):
@@ -288,9 +304,9 @@ def test_steps_without_a_draft_leave_no_gap(kind: str, tmp_path: Path) -> None:
         pair.check(each)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_a_batch_are_alone(kind: str, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, Case(kind), TREE, max_num_seqs=3)
+    pair = Pair(tmp_path, case_of(kind), TREE, max_num_seqs=3)
     sequences = [pair.start(text_of(n), **SAMPLINGS["seeded"]) for n in (5, 64, 130)]
     for i in range(8):
         pair.step(sequences[i % 2 :] if i < 4 else sequences[::-1], (3, 9) if i % 3 else None)
@@ -309,10 +325,10 @@ def test_a_block_at_the_end_of_the_context(kind: str, tmp_path: Path) -> None:
     pair.check(each)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_hit_changes_no_draft(kind: str, tmp_path: Path) -> None:
     """Every step accepts as many drafted tokens as without the hit, in another slot, too."""
-    pair = Pair(tmp_path, Case(kind), TREE, max_num_seqs=2)
+    pair = Pair(tmp_path, case_of(kind), TREE, max_num_seqs=2)
     seen: set[int] = set()
     with running(pair.engine) as (runner, cache):
         for length in (66, 130, 195):

@@ -12,6 +12,7 @@ from tests.reference.engines import extension_or_skip
 extension_or_skip()
 
 NO_IDS = {"dflash_config": {"target_layer_ids": None}}
+GATE, RNN = (f"markov_head.{part}_proj.weight" for part in ("gate", "joint"))
 REFUSED: dict[str, tuple[Case, str]] = {
     "no layers": (Case("dflash", NO_IDS), "target_layer_ids is missing"),
     "no layers of DSpark": (
@@ -69,7 +70,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dflash", {"final_logit_softcapping": "30"}),
         "final_logit_softcapping is '30', expected a positive number",
     ),
-    "an rnn Markov head": (Case("dspark", {"markov_head_type": "rnn"}), "'rnn'"),
+    "an unknown Markov head": (Case("dspark", {"markov_head_type": "fir"}), "'fir'"),
+    "an rnn Markov head of another rank": (
+        Case("dspark", {"markov_head_type": "rnn"}, extra={RNN: tensor(48, 90, seed=4)}),
+        "markov_head.joint_proj",
+    ),
     "another embedding": (
         Case("dspark", extra={"embed_tokens.weight": tensor(VOCAB, HIDDEN, seed=2)}),
         "embed_tokens.weight differs from the target's",
@@ -132,7 +137,6 @@ def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-GATE = "markov_head.gate_proj.weight"
 DROPPED = {
     "fc.weight": "dflash2",
     "hidden_norm.weight": "dspark",
@@ -142,8 +146,9 @@ DROPPED = {
     "candidate_selector.successor_codebook": "dflash2",
     "markov_head.markov_w2.weight": "dspark",
     GATE: "dspark",
+    RNN: "dspark",
 }
-KEYS = {GATE: {"markov_head_type": "gated"}}
+KEYS = {GATE: {"markov_head_type": "gated"}, RNN: {"markov_head_type": "rnn"}}
 
 
 @pytest.mark.parametrize("name", DROPPED)

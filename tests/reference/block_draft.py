@@ -11,8 +11,9 @@ Each draft is computed anew from all tokens: nothing is kept between steps.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.reference.numpy_drafts import NumpyTarget, rms_norm, swiglu
+from tests.reference.rnn_markov import RnnMarkov
 
 Array = npt.NDArray[Any]
 
@@ -191,6 +193,8 @@ class NumpyBlock:
         topk = min(topk or self.topk, logprobs.shape[-1])
         chosen = np.argsort(-logprobs, -1, kind="stable")[:, :topk]  # [D, K] draft ids
         tokens = np.vectorize(self.token, otypes=[np.int64])(chosen)
+        if self.config.get("markov_head_type") == "rnn":
+            return self._rnn_lattice(hidden, logprobs, chosen, tokens, root)
         scores = np.empty((self.depth, topk, topk), self.target.dtype)
         for depth in range(self.depth):
             own = logprobs[depth, chosen[depth]]
@@ -199,6 +203,24 @@ class NumpyBlock:
                 below = chosen[depth] if "d2t" in self.weights else tokens[depth]
                 scores[depth, parent] = self._scores(own, above, below, hidden[depth])
         return Lattice(tokens, scores, 0.0 if self.has_pairs else OFF_PATH)
+
+    def _rnn_lattice(
+        self, hidden: Array, logprobs: Array, chosen: Array, tokens: Array, root: int
+    ) -> Lattice:
+        markov = "markov_head."
+        joint = self.weights[markov + "joint_proj.weight"]
+        columns = 2 * self.weights[markov + "markov_w1.weight"].shape[1]
+        rnn = RnnMarkov(
+            own=np.take_along_axis(logprobs, chosen, -1),
+            root=self.weights[markov + "markov_w1.weight"][root],
+            predecessors=self.weights[markov + "markov_w1.weight"][tokens],
+            successors=self.weights[markov + "markov_w2.weight"][
+                chosen if "d2t" in self.weights else tokens
+            ],
+            inputs=hidden @ joint[:, columns:].T + self.weights[markov + "joint_proj.bias"],
+            weight=joint[:, :columns],
+        )
+        return PathLattice(tokens, rnn.below)
 
     def _scores(self, own: Array, above: int, below: Array, hidden: Array) -> Array:
         """Log-probabilities of the candidates `below`, rows of a codebook, after token `above`."""
@@ -306,16 +328,20 @@ class Lattice:
 
     def chain(self, depth: int) -> list[int]:
         """Candidates of the greedy path: at each depth the best one below the one before."""
-        path: list[int] = []
-        for row in self.scores[:depth]:
-            path.append(int(row[path[-1] if path else 0].argmax()))
-        return path
+        path: tuple[int, ...] = ()
+        for _ in range(min(depth, len(self.tokens))):
+            path = (*path, int(self.below(path).argmax()))
+        return list(path)
+
+    def below(self, path: tuple[int, ...]) -> Array:
+        """The scores of the candidates below a path."""
+        return self.scores[len(path), path[-1] if path else 0]
 
     def score(self, path: Sequence[int]) -> float:
         """The score of a path of candidates."""
         greedy, total = self.chain(len(path)), 0.0
         for depth, candidate in enumerate(path):
-            total += float(self.scores[depth, path[depth - 1] if depth else 0, candidate])
+            total += float(self.below(tuple(path[:depth]))[candidate])
             total += 0.0 if list(path[:depth]) == greedy[:depth] else self.off_path
         return total
 
@@ -368,3 +394,14 @@ class Lattice:
         wrong = np.argwhere(np.abs(np.subtract(scores, best)) > margin)[:, 0]
         shown = [[int(self.tokens[i, c]) for i, c in enumerate(path)] for path in expected]
         assert not len(wrong), (int(wrong[0]), drafted, shown, scores, best)
+
+
+class PathLattice(Lattice):
+    """Candidates whose scores depend on all candidates before them."""
+
+    def __init__(self, tokens: Array, below: Callable[[tuple[int, ...]], Array]) -> None:
+        super().__init__(tokens, np.zeros(0))
+        self._below = functools.cache(below)
+
+    def below(self, path: tuple[int, ...]) -> Array:
+        return self._below(path)

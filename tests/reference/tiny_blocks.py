@@ -203,6 +203,9 @@ def _dspark(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) -> W
     if rank and stated(config, "markov_head_type") == "gated":
         weights["markov_head.gate_proj.weight"] = matrix(rank, hidden + rank, 3.0)
         weights["markov_head.gate_proj.bias"] = matrix(1, rank, 3.0)[0]
+    if rank and stated(config, "markov_head_type") == "rnn":
+        weights["markov_head.joint_proj.weight"] = matrix(3 * rank, 2 * rank + hidden, 3.0)
+        weights["markov_head.joint_proj.bias"] = matrix(1, 3 * rank, 3.0)[0]
     if stated(config, "enable_confidence_head"):
         markov = rank if stated(config, "confidence_head_with_markov") else 0
         weights["confidence_head.proj.weight"] = matrix(1, hidden + markov)

@@ -197,5 +197,6 @@ KINDS: dict[str, Callable[[TinyCheckpoint, int], tuple[dict[str, Any], Weights]]
     "noisy": noisy,
     **{kind: functools.partial(block, kind) for kind in BLOCKS},
     "dspark_gated": functools.partial(block, "dspark", markov_head_type="gated"),
+    "dspark_rnn": functools.partial(block, "dspark", markov_head_type="rnn"),
 }
 HEADS = tuple(kind for kind in KINDS if "eagle" in kind)

@@ -91,6 +91,48 @@ def test_an_open_gate_changes_no_score(target: TinyCheckpoint, tmp_path: Path) -
     assert np.abs(scores - open_scores).max() > 0.1
 
 
+def test_a_state_carries_the_path(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """Scores of an rnn Markov head depend on earlier tokens through the state alone.
+
+    A head without the columns of the state, and whose output is W1's row, is a vanilla head with
+    tanh.
+    """
+    rnn = write_block(tmp_path / "rnn", "dspark", target, markov_head_type="rnn")
+    drafter, states = network(target, rnn)
+    lattice = drafter.lattice(states, ROOT)
+    assert np.abs(lattice.below((0, 1)) - lattice.below((2, 1))).max() > 0.05
+    assert np.abs(lattice.below((0, 3, 1)) - lattice.below((2, 3, 1))).max() > 0.01
+    joint = drafter.weights["markov_head.joint_proj.weight"]
+    drafter.weights["markov_head.joint_proj.bias"][...] = 0
+    joint[...] = 0
+    joint[32:, 16:32] = np.eye(16)
+    plain, _ = network(target, rnn)
+    plain.config["markov_head_type"] = "vanilla"
+    plain.weights["markov_head.markov_w1.weight"] = np.tanh(
+        drafter.weights["markov_head.markov_w1.weight"]
+    )
+    scores = plain.lattice(states, ROOT).scores
+    lattice = drafter.lattice(states, ROOT)
+    for path in ((), (4,), (0, 1), (2, 1), (3, 0, 2)):
+        expected = scores[len(path), path[-1] if path else 0]
+        assert np.allclose(lattice.below(path), expected, atol=1e-12, rtol=0), path
+
+
+def test_states_follow_the_formula(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """A wide-open gate keeps the state 0; a shut one replaces it by the candidate each time."""
+    rnn = write_block(tmp_path, "dspark", target, markov_head_type="rnn")
+    drafter, states = network(target, rnn)
+    bias = drafter.weights["markov_head.joint_proj.bias"]
+    drafter.weights["markov_head.joint_proj.weight"][:16] = 0
+    below = {}
+    for gate in (50.0, -50.0):
+        bias[:16] = gate
+        lattice = drafter.lattice(states, ROOT)
+        below[gate] = [lattice.below(path) for path in ((0, 5, 1), (2, 5, 1))]
+    assert np.allclose(*below[50.0], atol=1e-12, rtol=0)
+    assert np.abs(np.subtract(*below[-50.0])).max() > 1e-3
+
+
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
     """Those of DFlash2 sum to the candidates' probability, those of DSpark with all tokens to 1."""
     drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))

@@ -30,6 +30,7 @@ METHODS = {
     "dflash2": "dflash2",
     "dspark": "dspark",
     "dspark_gated": "dspark",
+    "dspark_rnn": "dspark",
 }
 
 

@@ -1,46 +1,17 @@
 // block_rows, pair_scores and lattice_tree (kernels/tree/lattice.h).
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <vector>
 
-#include "core/half.h"
+#include "kernels/cpu/lattice_parts.h"
 #include "kernels/tree/lattice_checks.h"
 
 namespace cpmcu::cpu {
 namespace {
 
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// Row `row` of a matrix as float32, or zeros if the row is negative.
-std::vector<float> row_of(const Tensor& matrix, int64_t row) {
-  const int64_t columns = matrix.size(1);
-  std::vector<float> values(static_cast<size_t>(columns));
-  if (row < 0) return values;
-  dispatch_host_dtype(matrix.dtype(), [&](auto t) {
-    const auto* from = matrix.as<decltype(t)>() + row * columns;
-    for (int64_t i = 0; i < columns; ++i) values[static_cast<size_t>(i)] = to_float(from[i]);
-  });
-  return values;
-}
-
 int target_id(const PairScoresParams& p, int candidate) {
   return candidate >= 0 && p.id_map != nullptr ? p.id_map[candidate] : candidate;
-}
-
-float or_none(float score) { return std::isnan(score) ? kNone : score; }
-
-// The scores of K candidates below one parent: the log-softmax of `logits`, with `rest` beside the
-// candidates, plus `more`.
-void share_out(const std::vector<float>& logits, float rest, float more, float* scores) {
-  float largest = rest > 0 ? std::log(rest) : kNone;
-  for (float logit : logits) largest = std::max(largest, logit);
-  float sum = rest > 0 ? rest * std::exp(-largest) : 0;
-  for (float logit : logits) sum += logit == kNone ? 0 : std::exp(logit - largest);
-  for (size_t b = 0; b < logits.size(); ++b) {
-    scores[b] = logits[b] == kNone ? kNone : logits[b] - largest - std::log(sum) + more;
-  }
 }
 
 // All pairs of the candidates of one position.

@@ -9,12 +9,13 @@
 // columns of W1[a] are multiplied by all rows of W1 once, at load: a table [V, r].
 //
 // An rnn Markov head has a state that depends on all tokens of a path. A lattice cannot hold its
-// scores below depth 1, so the Python file refuses it.
+// scores below depth 1, so rnn_tree computes them when it takes a node (kernels/tree/rnn_tree.h).
 #include <numeric>
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/add_bias.h"
 #include "kernels/layer/gather_rows.h"
+#include "kernels/tree/rnn_tree.h"
 #include "speculative/block_drafter.h"
 
 namespace cpmcu {
@@ -23,22 +24,27 @@ namespace {
 class DSparkDrafter : public BlockDrafter {
  public:
   DSparkDrafter(const DrafterSpec& spec, const ModelSpec& target)
-      : BlockDrafter(spec, target, "DSpark", {"rank", "successors", "gated"}),
+      : BlockDrafter(spec, target, "DSpark", {"rank", "successors", "gated", "rnn"}),
         num_successors_(spec.options.integer("successors", target.vocab_size)),
         codebooks_(spec_.scope + "markov_head.markov_w1.weight",
                    spec_.scope + "markov_head.markov_w2.weight", spec.options.integer("rank", 256),
                    num_successors_),
-        gated_(spec.options.flag("gated", false)) {
+        gated_(spec.options.flag("gated", false)),
+        rnn_(spec.options.flag("rnn", false)) {
     const auto drafted = vocab_ids_.empty() ? target.vocab_size : std::ssize(vocab_ids_);
     CHECK(num_successors_ == drafted || num_successors_ == target.vocab_size,
           "the draft's markov_w2 has {} rows, expected {}, a row for each drafted token",
           num_successors_, drafted);
+    CHECK(!rnn_ || codebooks_.rank() <= kMaxRnnRank,
+          "the draft's rnn Markov head has rank {}, expected at most {}", codebooks_.rank(),
+          kMaxRnnRank);
   }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     BlockDrafter::plan(plan, states, limits);
     num_gates_ = int64_t{limits.max_seqs} * largest_.depth;
     codebooks_.plan(plan, target_, model().dtype, num_gates_, topk_);
+    if (rnn_) plan_rnn(plan);
     if (!gated_) return;
     const int64_t element = size_of(model().dtype), rank = codebooks_.rank();
     const int64_t width = parts_.width();
@@ -57,9 +63,16 @@ class DSparkDrafter : public BlockDrafter {
   void bind(const Arena& arena) override {
     BlockDrafter::bind(arena);
     codebooks_.bind(arena);
-    if (!gated_) return;
     const DType dtype = model().dtype;
     const int64_t rank = codebooks_.rank(), width = parts_.width();
+    if (rnn_) {
+      joint_ = arena.tensor(joint_id_, dtype, {3 * rank, rnn_columns()});
+      bias_ = arena.tensor(bias_id_, dtype, {3 * rank});
+      padded_ = arena.tensor(padded_id_, dtype, {num_gates_, rnn_columns()});
+      inputs_ = arena.tensor(inputs_id_, DType::kF32, {num_gates_, 3 * rank});
+      states_ = arena.tensor(states_id_, DType::kF32, {num_states(), rank});
+    }
+    if (!gated_) return;
     joint_ = arena.tensor(joint_id_, dtype, {rank, width + rank});
     bias_ = arena.tensor(bias_id_, dtype, {rank});
     left_ = arena.tensor(left_id_, dtype, {rank, width});
@@ -71,13 +84,14 @@ class DSparkDrafter : public BlockDrafter {
   void list_tensors(WeightTable& table) override {
     BlockDrafter::list_tensors(table);
     codebooks_.list_tensors(table);
-    if (!gated_) return;
+    if (!gated_ && !rnn_) return;
     table.add(gate_name() + "weight", joint_);
     table.add(gate_name() + "bias", bias_);
   }
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     BlockDrafter::finish_loading(ctx, target);
     if (gated_) split_gate(ctx);
+    if (rnn_) fill_bytes(ctx.device, padded_.data(), 0, padded_.num_bytes(), ctx.stream);
   }
 
  protected:
@@ -98,8 +112,53 @@ class DSparkDrafter : public BlockDrafter {
     return codebooks_.score(ctx, params);
   }
 
+  void choose(const Context& ctx, const DraftBatch& batch, const Candidates& candidates,
+              const Draft& draft) override {
+    if (!rnn_) return BlockDrafter::choose(ctx, batch, candidates, draft);
+    const int64_t rows = candidates.hidden.size(0), rank = codebooks_.rank();
+    const int64_t first = 2 * rank * size_of(model().dtype);
+    const Tensor columns(padded_.as<char>() + first, model().dtype, {rows, parts_.width()});
+    gather_rows(ctx, {.out = columns, .x = candidates.hidden, .out_stride = rnn_columns()});
+    const Tensor inputs = inputs_.rows(0, rows);
+    skinny_gemm(ctx, {.y = inputs, .x = padded_.rows(0, rows), .w = joint_});
+    add_bias(ctx, {.y = inputs, .bias = bias_.view({1, 3 * rank})});
+    rnn_tree(ctx, {.num_seqs = candidates.num_seqs,
+                   .depth = candidates.depth,
+                   .topk = candidates.topk,
+                   .candidates = candidates.ids,
+                   .logprobs = candidates.logprobs,
+                   .id_map = own_id_map(),
+                   .seq_slots = batch.seq_slots,
+                   .next_tokens = batch.slots.next_tokens,
+                   .inputs = inputs,
+                   .weight = joint_,
+                   .predecessors = codebooks_.predecessors(),
+                   .successors = codebooks_.successors(),
+                   .states = states_,
+                   .longest = batch.shape.depth,
+                   .chain = is_chain(batch, draft),
+                   .draft = draft});
+  }
+
  private:
-  std::string gate_name() const { return spec_.scope + "markov_head.gate_proj."; }
+  std::string gate_name() const {
+    return spec_.scope + (rnn_ ? "markov_head.joint_proj." : "markov_head.gate_proj.");
+  }
+  // Columns of the rnn's matrix: of the state, of W1[a], and of h.
+  int64_t rnn_columns() const { return 2 * codebooks_.rank() + parts_.width(); }
+  int64_t num_states() const { return int64_t{limits_.max_seqs} * kMaxTreeSize; }
+
+  void plan_rnn(MemoryPlan& plan) {
+    const int64_t element = size_of(model().dtype), rank = codebooks_.rank();
+    joint_id_ = plan.add(gate_name() + "weight", "weights", 3 * rank * rnn_columns() * element);
+    bias_id_ = plan.add(gate_name() + "bias", "weights", 3 * rank * element);
+    padded_id_ = plan.add(gate_name() + "padded", "state", num_gates_ * rnn_columns() * element);
+    const auto scratch = [&](const char* name, int64_t floats) {
+      return plan.add_scratch(gate_name() + name, 4 * floats, kSample, kSample);
+    };
+    inputs_id_ = scratch("inputs", num_gates_ * 3 * rank);
+    states_id_ = scratch("states", num_states() * rank);
+  }
   // Elements of a piece of a row: they divide both parts of the gate's columns.
   int64_t piece() const { return std::gcd(parts_.width(), int64_t{codebooks_.rank()}); }
 
@@ -127,13 +186,15 @@ class DSparkDrafter : public BlockDrafter {
 
   const int num_successors_;
   Codebooks codebooks_;
-  const bool gated_;
+  const bool gated_, rnn_;
   int64_t num_gates_ = 0;
   MemoryPlan::Id joint_id_ = 0, bias_id_ = 0, left_id_ = 0, right_id_ = 0, table_id_ = 0,
-                 index_id_ = 0, gates_id_ = 0;
-  Tensor joint_, bias_;   // G [r, H + r], [r]
+                 index_id_ = 0, gates_id_ = 0, padded_id_ = 0, inputs_id_ = 0, states_id_ = 0;
+  Tensor joint_, bias_;   // G [r, H + r], [r]; of an rnn [3 r, 2 r + H], [3 r]
   Tensor left_, right_;   // its columns of h [r, H] and of W1[a] [r, r]
   Tensor table_, gates_;  // [V, r], [max_seqs D, r]
+  // Of an rnn: rows [0; 0; h] of 2 r + H values, its matrix times these rows, states of nodes.
+  Tensor padded_, inputs_, states_;
   int* index_ = nullptr;  // pieces of rows of joint_: first those of left_, then those of right_
 };
 

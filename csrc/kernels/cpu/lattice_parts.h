@@ -1,0 +1,43 @@
+// Parts that lattices and trees of a recurrent network share.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/half.h"
+#include "core/tensor.h"
+
+namespace cpmcu::cpu {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+inline float or_none(float score) { return std::isnan(score) ? kNone : score; }
+
+// Row `row` of a matrix as float32, or zeros if the row is negative.
+inline std::vector<float> row_of(const Tensor& matrix, int64_t row) {
+  const int64_t columns = matrix.size(1);
+  std::vector<float> values(static_cast<size_t>(columns));
+  if (row < 0) return values;
+  dispatch_host_dtype(matrix.dtype(), [&](auto t) {
+    const auto* from = matrix.as<decltype(t)>() + row * columns;
+    for (int64_t i = 0; i < columns; ++i) values[static_cast<size_t>(i)] = to_float(from[i]);
+  });
+  return values;
+}
+
+// The scores of K candidates below one parent: the log-softmax of `logits`, with `rest` beside the
+// candidates, plus `more`.
+inline void share_out(const std::vector<float>& logits, float rest, float more, float* scores) {
+  float largest = rest > 0 ? std::log(rest) : kNone;
+  for (float logit : logits) largest = std::max(largest, logit);
+  float sum = rest > 0 ? rest * std::exp(-largest) : 0;
+  for (float logit : logits) sum += logit == kNone ? 0 : std::exp(logit - largest);
+  for (size_t b = 0; b < logits.size(); ++b) {
+    scores[b] = logits[b] == kNone ? kNone : logits[b] - largest - std::log(sum) + more;
+  }
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,138 @@
+// rnn_tree (kernels/tree/rnn_tree.h).
+#include "kernels/tree/rnn_tree.h"
+
+#include <optional>
+
+#include "kernels/cpu/lattice_parts.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// A node whose children have scores.
+struct Node {
+  float score = 0;            // of its path
+  int depth = 0;              // tokens of its path
+  std::vector<float> below;   // scores of the candidates below it
+  std::vector<float> states;  // its own
+};
+
+// A candidate that may be added next, below a node.
+struct Entry {
+  float score;  // of its path
+  int parent, candidate;
+};
+
+class RnnTree {
+ public:
+  RnnTree(const RnnTreeParams& p, int seq)
+      : p_(p), seq_(seq), rank_(static_cast<size_t>(p.predecessors.size(1))) {}
+
+  void build() {
+    const int num_tokens = p_.draft.num_tokens;
+    for (int i = 0; i < num_tokens; ++i) write(i, -1, p_.chain ? i : 0, kNone);
+    take({}, p_.next_tokens[p_.seq_slots[seq_]], std::vector<float>(rank_));
+    for (int i = 0; i < num_tokens && !frontier_.empty(); ++i) {
+      // If scores are equal, the earlier entry is taken.
+      const auto best = std::ranges::max_element(frontier_, {}, &Entry::score);
+      const Entry entry = *best;
+      frontier_.erase(best);
+      const int depth = nodes_[static_cast<size_t>(entry.parent)].depth;
+      const int token = token_of(depth, entry.candidate);
+      write(i, token, entry.parent, entry.score);
+      if (!p_.chain) add_next(entry.parent, entry.candidate);
+      Node node{.score = entry.score, .depth = depth + 1, .below = {}, .states = {}};
+      const std::vector<float> state = nodes_[static_cast<size_t>(entry.parent)].states;
+      if (node.depth < p_.longest && i + 1 < num_tokens) {
+        take(node, token, state);
+      } else {
+        nodes_.push_back(node);
+      }
+    }
+  }
+
+ private:
+  // Adds a node, computes the scores below it, and adds the best candidate there.
+  void take(Node node, int token, const std::vector<float>& state) {
+    const int64_t position = int64_t{seq_} * p_.depth + node.depth;
+    const std::vector<float> z = joint(position, token, state);
+    std::vector<float> output(rank_);
+    node.states.resize(rank_);
+    for (size_t i = 0; i < rank_; ++i) {
+      const float gate = sigmoid(z[i]);
+      node.states[i] = gate * state[i] + (1 - gate) * std::tanh(z[rank_ + i]);
+      output[i] = std::tanh(z[2 * rank_ + i]);
+    }
+    std::vector<float> logits;
+    float mass = 0;
+    for (int b = 0; b < p_.topk; ++b) {
+      const int candidate = p_.candidates[position * p_.topk + b];
+      const float logprob = candidate < 0 ? kNone : or_none(p_.logprobs[position * p_.topk + b]);
+      mass += std::exp(logprob);
+      const std::vector<float> successor = row_of(p_.successors, candidate);
+      float dot = 0;
+      for (size_t i = 0; i < rank_; ++i) dot += output[i] * successor[i];
+      logits.push_back(logprob == kNone ? kNone : or_none(logprob + dot));
+    }
+    node.below.resize(logits.size());
+    share_out(logits, std::max(1 - mass, 0.0f), 0, node.below.data());
+    nodes_.push_back(node);
+    add_next(static_cast<int>(nodes_.size()) - 1, -1);
+  }
+
+  // W times the state, the token and the position's hidden state, plus bias.
+  std::vector<float> joint(int64_t position, int token, const std::vector<float>& state) const {
+    const std::vector<float> predecessor = row_of(p_.predecessors, token);
+    std::vector<float> z(3 * rank_);
+    for (size_t row = 0; row < z.size(); ++row) {
+      const std::vector<float> weight = row_of(p_.weight, static_cast<int64_t>(row));
+      z[row] = p_.inputs.as<float>()[static_cast<size_t>(position) * z.size() + row];
+      for (size_t i = 0; i < rank_; ++i) {
+        z[row] += weight[i] * state[i] + weight[rank_ + i] * predecessor[i];
+      }
+    }
+    return z;
+  }
+
+  // Adds the best candidate below a node of those that come after `last`. -1: of all.
+  void add_next(int parent, int last) {
+    const Node& node = nodes_[static_cast<size_t>(parent)];
+    const auto score_of = [&](int b) { return node.below[static_cast<size_t>(b)]; };
+    std::optional<int> best;
+    for (int b = 0; b < p_.topk; ++b) {
+      const float score = or_none(score_of(b));
+      const bool after =
+          last < 0 || score < score_of(last) || (score == score_of(last) && b > last);
+      if (score != kNone && after && (!best || score > score_of(*best))) best = b;
+    }
+    if (!best || or_none(node.score + score_of(*best)) == kNone) return;
+    frontier_.push_back({node.score + score_of(*best), parent, *best});
+  }
+
+  int token_of(int depth, int candidate) const {
+    const int id = p_.candidates[(int64_t{seq_} * p_.depth + depth) * p_.topk + candidate];
+    return p_.id_map != nullptr ? p_.id_map[id] : id;
+  }
+  void write(int node, int token, int parent, float score) const {
+    const int at = seq_ * p_.draft.num_tokens + node;
+    p_.draft.tokens[at] = token;
+    p_.draft.parents[at] = parent;
+    p_.draft.scores[at] = score;
+  }
+
+  const RnnTreeParams& p_;
+  const int seq_;
+  const size_t rank_;
+  std::vector<Node> nodes_;
+  std::vector<Entry> frontier_;  // in the order in which the entries were made
+};
+
+}  // namespace
+
+void rnn_tree(const Context&, const RnnTreeParams& p) {
+  check_rnn_tree(p);
+  for (int seq = 0; seq < p.num_seqs; ++seq) RnnTree(p, seq).build();
+}
+
+}  // namespace cpmcu::cpu
