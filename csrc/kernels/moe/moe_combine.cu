@@ -4,12 +4,15 @@
 // Roofline: T k D 4 bytes of y, mostly from L2, where the GEMM before left them. For few tokens:
 // latency.
 //
-// Schedule: a thread computes 8 outputs of one token; it loads 32 bytes of y for each rank. A CTA
-// has 128 such threads. With a norm a CTA has a whole token and the threads of rms_norm's CTA.
+// Schedule: a thread computes 8 outputs of one token; it loads 32 bytes of y for each rank, those
+// of 8 ranks and of hidden at once. A CTA has 128 such threads. With a norm a CTA has a whole token
+// and the threads of rms_norm's CTA.
 //
 // The surprising decision: y is float32 and is written for every pair, instead of adding pairs in
 // the GEMM. Only so is the order of a token's sum fixed without atomics.
 #include "kernels/moe/moe_combine.h"
+
+#include <type_traits>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
@@ -41,45 +44,54 @@ struct Args {
 
 // ---- kernels
 
-// Adds the experts' sum to 8 numbers of hidden, and returns them.
-template <typename T>
+// Adds the experts' sum to 8 numbers of hidden, and returns them. `kRanks`: ranks whose results are
+// requested at once.
+template <typename T, int kRanks, bool kBias>
 __device__ __forceinline__ Vec16<T> combined(const Args& args, int64_t token, int column) {
   const float* weights = args.weights + token * args.top_k;
+  [[maybe_unused]] const int* experts = args.experts + token * args.top_k;
   const float* y = args.y + token * args.top_k * args.width + column;
+  T* const hidden = static_cast<T*>(args.hidden) + token * args.width + column;
+  Vec16<T> result = load<T, 8>(hidden);
   float sum[8] = {};
-  const auto add = [&](const float* from, float weight) {
-    const Vec16<float> low = load<float, 4>(from), high = load<float, 4>(from + 4);
+#pragma unroll 1
+  for (int first = 0; first < args.top_k; first += kRanks) {
+    Vec16<float> parts[kRanks][2];
+    [[maybe_unused]] Vec16<T> bias[kRanks];
+    float of_rank[kRanks];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[i] = __fmaf_rn(weight, low[i], sum[i]);
-      sum[4 + i] = __fmaf_rn(weight, high[i], sum[4 + i]);
-    }
-  };
-  if (args.bias == nullptr) {
-#pragma unroll 8
-    for (int rank = 0; rank < args.top_k; ++rank) {
-      add(y + static_cast<int64_t>(rank) * args.width, weights[rank]);
-    }
-  } else {
-    const int* experts = args.experts + token * args.top_k;
-#pragma unroll 4
-    for (int rank = 0; rank < args.top_k; ++rank) {
+    for (int i = 0; i < kRanks; ++i) {
+      const int rank = first + i;
+      if (rank >= args.top_k) continue;
       const float* from = y + static_cast<int64_t>(rank) * args.width;
-      const Vec16<T> bias = load<T, 8>(static_cast<const T*>(args.bias) +
-                                       static_cast<int64_t>(experts[rank]) * args.width + column);
-      const Vec16<float> parts[2] = {load<float, 4>(from), load<float, 4>(from + 4)};
+      of_rank[i] = weights[rank];
+      parts[i][0] = load<float, 4>(from), parts[i][1] = load<float, 4>(from + 4);
+      if constexpr (kBias) {
+        bias[i] = load<T, 8>(static_cast<const T*>(args.bias) +
+                             static_cast<int64_t>(experts[rank]) * args.width + column);
+      }
+    }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        sum[i] = __fmaf_rn(weights[rank], parts[i / 4][i % 4] + to_float(bias[i]), sum[i]);
+    for (int i = 0; i < kRanks; ++i) {
+      if (first + i >= args.top_k) continue;
+      if constexpr (kBias) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) parts[i][j / 4][j % 4] += to_float(bias[i][j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        sum[j] = __fmaf_rn(of_rank[i], parts[i][j / 4][j % 4], sum[j]);
       }
     }
   }
   if (args.shared != nullptr) {
+    const float* from = args.shared + token * args.width + column;
     const float gate = args.shared_gate[token * args.gate_stride];
-    add(args.shared + token * args.width + column, 1 / (1 + expf(-gate)));
+    const Vec16<float> parts[2] = {load<float, 4>(from), load<float, 4>(from + 4)};
+    const float weight = 1 / (1 + expf(-gate));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] = __fmaf_rn(weight, parts[j / 4][j % 4], sum[j]);
   }
-  T* hidden = static_cast<T*>(args.hidden) + token * args.width + column;
-  Vec16<T> result = load<T, 8>(hidden);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     result[i] = from_float<T>(__fmaf_rn(args.scale, sum[i], to_float(result[i])));
@@ -91,7 +103,8 @@ __device__ __forceinline__ Vec16<T> combined(const Args& args, int64_t token, in
 // Grid: (T, CTAs of a row); with a norm T.
 template <typename T,    // __half or __nv_bfloat16
           int kThreads,  // of a CTA
-          bool kNorms>   // a CTA has all of a row
+          bool kNorms,   // a CTA has all of a row
+          bool kBias>
 __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const __grid_constant__ Args args) {
   ptx::pdl_launch();
   const int64_t token = blockIdx.x;
@@ -101,7 +114,9 @@ __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const __grid_cons
   if (kNorms && valid) norm_weight = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
   ptx::pdl_wait();
   Vec16<T> result;
-  if (valid) result = combined<T>(args, token, column);
+  // With 1,024 threads, a thread has 64 registers.
+  constexpr int kRanks = kThreads == 1024 ? 2 : kBias ? 4 : 8;
+  if (valid) result = combined<T, kRanks, kBias>(args, token, column);
   if constexpr (kNorms) {
     __shared__ float scratch[32];
     float squares = 0;
@@ -159,15 +174,20 @@ void moe_combine(const Context& ctx, const MoeCombineParams& p) {
   while (threads * 8 < width) threads *= 2;
   dispatch_half(p.hidden.dtype(), [&](auto t) {
     using T = decltype(t);
-    if (!norms) {
-      const dim3 grid(num_tokens, (width / 8 + kPartThreads - 1) / kPartThreads);
-      launch(ctx, moe_combine_kernel<T, kPartThreads, false>, grid, dim3(kPartThreads), 0, args);
-      return;
-    }
-    dispatch_int<64, 128, 256, 512, 1024>("moe_combine: CTA size", threads, [&](auto size) {
-      launch(ctx, moe_combine_kernel<T, decltype(size)::value, true>, dim3(num_tokens),
-             dim3(threads), 0, args);
-    });
+    const auto run = [&](auto has_bias) {
+      constexpr bool kBias = decltype(has_bias)::value;
+      if (!norms) {
+        const dim3 grid(num_tokens, (width / 8 + kPartThreads - 1) / kPartThreads);
+        launch(ctx, moe_combine_kernel<T, kPartThreads, false, kBias>, grid, dim3(kPartThreads), 0,
+               args);
+        return;
+      }
+      dispatch_int<64, 128, 256, 512, 1024>("moe_combine: CTA size", threads, [&](auto size) {
+        launch(ctx, moe_combine_kernel<T, decltype(size)::value, true, kBias>, dim3(num_tokens),
+               dim3(threads), 0, args);
+      });
+    };
+    p.bias.empty() ? run(std::false_type{}) : run(std::true_type{});
   });
   if (has_norm && !norms) cuda::rms_norm(ctx, p.norm);
 }
