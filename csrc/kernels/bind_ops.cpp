@@ -258,6 +258,10 @@ void bind_attention_ops(py::module_& m) {
         "head_dim"_a, "max_splits"_a, "The same for attention with a selection.");
   m.def("attention_scratch_floats", &attention_scratch_floats, "num_tokens"_a, "num_heads"_a,
         "head_dim"_a, "max_kv"_a, "Number of float32 elements of the scratch of attention_decode.");
+  m.def("fp8_pair_floats", &fp8_pair_floats, "head_dim"_a, "max_kv"_a,
+        "The least scratch of attention_prefill over an fp8 cache.");
+  m.def("fp8_prefill_floats", &fp8_prefill_floats, "num_kv_heads"_a, "head_dim"_a, "max_kv"_a,
+        "The scratch that a model plans for attention_prefill over an fp8 cache.");
 }
 
 // ---- sampling and the state of slots

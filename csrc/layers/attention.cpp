@@ -141,6 +141,11 @@ class AttentionBlock : public Block {
                                              shape_.num_heads, shape_.head_dim, limits.max_kv));
       }
     }
+    if (spec_.fp8_kv_cache && limits.compute_capability == 90 && shape_.head_dim == 128 &&
+        shape_.window == 0 && !shape_.sinks) {
+      partial_floats_ = std::max(
+          partial_floats_, fp8_prefill_floats(shape_.num_kv_heads, shape_.head_dim, limits.max_kv));
+    }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
     max_tokens_ = limits.max_tokens;

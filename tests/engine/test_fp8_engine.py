@@ -145,6 +145,22 @@ def test_memory(tmp_path: Path, device: str) -> None:
     assert [after - before for before, after in floors] == pages
 
 
+def test_hopper_plans_scratch_for_prompts(tmp_path: Path) -> None:
+    """The keys and values of a sequence in 16 bits, where the kernels of prompts read them."""
+    made = write_tiny(tmp_path, "llama", dtype="bfloat16", head_dim=128, num_hidden_layers=2)
+
+    def scratch(dtype: str, capability: int) -> int:
+        config = EngineConfig(memory_limit=8, kv_cache_dtype=dtype)
+        engine = load_model(str(made.directory), config=config, plans_for=capability).engine
+        (row,) = [row for row in engine.memory_plan() if row["name"] == "attention.partials"]
+        return int(row["bytes"])
+
+    heads = made.config["num_key_value_heads"]
+    usual, planned = scratch("auto", 90), scratch("fp8_e4m3", 90)
+    assert scratch("fp8_e4m3", 80) == usual < planned
+    assert planned % (4 * heads * 128 * (128 + 2)) == 0
+
+
 def test_drafts_keep_16_bits(fp8_models: Models) -> None:
     sizes = {}
     for kind in ("eagle_bias", ""):

@@ -26,6 +26,7 @@ class Case:
     by_position: bool = False
     gated: bool = False  # a gate of the size of a head follows each query head
     with_sinks: bool = False
+    pairs: int = 0  # sequences and KV heads of the scratch of prompts over an fp8 cache; 0: usual
     selecting: dict[str, Any] = field(default_factory=dict)  # arguments for sparse attention
 
     def __post_init__(self) -> None:
@@ -95,6 +96,11 @@ class Case:
         if "max_splits" in self.selecting:
             splits = self.selecting["max_splits"]
             floats = ops.sparse_scratch_floats(num_rows, self.num_heads, self.head_dim, splits)
+        if self.pairs:
+            floats = self.pairs * ops.fp8_pair_floats(self.head_dim, self.step.max_kv)
+        elif "k_scales" in self.selecting:
+            planned = (self.num_kv_heads, self.head_dim, self.step.max_kv)
+            floats = max(floats, ops.fp8_prefill_floats(*planned))
         more = {} if self.sinks is None else {"sinks": put(device, self.sinks)}
         if self.gated:
             k_begin = 2 * self.num_heads * self.head_dim

@@ -301,6 +301,26 @@ def test_a_chain_of_masks_equals_causal(device: str, dtype: str) -> None:
     )
 
 
+@on_devices_and_cuda_dtypes
+@pytest.mark.parametrize("pairs", [1, 3, 4, 9])
+def test_prompts_in_rounds(device: str, dtype: str, pairs: int) -> None:
+    """The scratch holds some KV heads of a sequence, or several sequences."""
+    for_cuda_only(device, "the CPU kernel has no scratch")
+    step = Step(lengths=[0, 64, 1000], counts=[300, 1, 200])
+    whole, parts = (Fp8Case(step, 16, 4, 128, dtype, pairs=n) for n in (12, pairs))
+    parts.check(PREFILL, device)
+    found, expected = (case.run(PREFILL, device).numpy() for case in (parts, whole))
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_scratch_of_prompts() -> None:
+    """All KV heads of a sequence, or as many as 320 MiB hold, or one."""
+    for max_kv, num_heads in ((1, 8), (32768, 8), (131072, 4), (1 << 20, 1)):
+        entries = -(-max_kv // 128) * 128
+        assert ops.fp8_pair_floats(128, max_kv) == entries * (128 + 2)
+        assert ops.fp8_prefill_floats(8, 128, max_kv) == num_heads * entries * (128 + 2)
+
+
 # ---- moves of accepted rows
 
 

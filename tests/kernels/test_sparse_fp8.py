@@ -153,6 +153,17 @@ def test_tokens_do_not_depend_on_the_step(
             assert np.array_equal(found, whole[row + begin : row + end]), (seq, begin)
 
 
+@on_devices_and_cuda_dtypes
+@pytest.mark.parametrize("pairs", [1, 2, 5])
+def test_prompts_in_rounds(device: str, dtype: str, pairs: int) -> None:
+    """The scratch holds one KV head of a sequence, or several sequences."""
+    for_cuda_only(device, "the CPU kernel has no scratch")
+    step = Step(lengths=[0, 250, 1000], counts=[290, 200, 70])
+    whole, parts = (Fp8SparseCase(step, 32, 2, 128, dtype, pairs=n) for n in (6, pairs))
+    found, expected = (case.run("attention_prefill", device).numpy() for case in (parts, whole))
+    assert np.array_equal(found, expected)
+
+
 @on_devices_and_dtypes
 @pytest.mark.parametrize("name", NAMES)
 def test_below_dense_len_the_bits_are_those_of_dense_attention(

@@ -61,7 +61,9 @@ struct AttentionParams {
   // out is multiplied by sigmoid(lse - sink), lse the log of the sum of exp(scores). Empty: none.
   Tensor sinks{};
   StepTokens tokens;
-  Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) elements
+  // float32. attention_decode: at least attention_scratch_floats(...) elements. attention_prefill
+  // of heads of 128 over an fp8 cache on Hopper: at least fp8_pair_floats(...).
+  Tensor scratch;
 };
 
 REGISTER_OP(attention_prefill, AttentionParams)
@@ -122,6 +124,26 @@ constexpr int64_t attention_scratch_floats(int num_tokens, int num_heads, int he
 constexpr int64_t sparse_scratch_floats(int num_tokens, int num_heads, int head_dim,
                                         int max_splits) {
   return static_cast<int64_t>(max_splits) * num_tokens * num_heads * (head_dim + 2);
+}
+
+// ---- the scratch of attention_prefill over an fp8 cache (fp8_copies.cuh)
+
+constexpr int kCopyEntries = 128;  // entries of a KV tile
+
+// Entries of a sequence and KV head.
+constexpr int fp8_pair_entries(int max_kv) {
+  return (max_kv + kCopyEntries - 1) / kCopyEntries * kCopyEntries;
+}
+// Keys and values of a sequence and KV head in 16 bits, and their scales.
+constexpr int64_t fp8_pair_floats(int head_dim, int max_kv) {
+  return int64_t{fp8_pair_entries(max_kv)} * (head_dim + 2);
+}
+// The scratch that a model plans: for all KV heads of a sequence if they fit 320 MiB, otherwise for
+// as many as fit, at least one. Fewer would leave SMs idle: with four KV heads of Llama-3.1-8B and
+// a prompt of 2048 tokens, a round has 256 CTAs, each on an SM of its own.
+constexpr int64_t fp8_prefill_floats(int num_kv_heads, int head_dim, int max_kv) {
+  const int64_t pair = fp8_pair_floats(head_dim, max_kv), most = (int64_t{320} << 20) / 4 / pair;
+  return pair * (most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads);
 }
 
 }  // namespace cpmcu

@@ -271,7 +271,7 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
   if (params.head_dim == 512) return attention_prefill_wide(ctx, params);
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
-      params.tokens.ancestor_masks == nullptr && params.k_scales.empty() && params.sinks.empty()) {
+      params.tokens.ancestor_masks == nullptr && params.sinks.empty()) {
     return attention_prefill_sm90(ctx, params);
   }
 #endif

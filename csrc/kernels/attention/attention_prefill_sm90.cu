@@ -18,15 +18,19 @@
 //
 // An entry that a row does not see changes no bit of the row. Therefore the bits do not depend on
 // the prefill chunk (tiles.cuh).
+//
+// An fp8 cache is first copied to 16-bit numbers (fp8_copies.cuh).
 #include "kernels/attention/prefill_sm90.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T>
+template <typename T, bool kFp8_>
 struct DensePrefill : HopperPrefill<T, /*kTileEntries=*/128, /*kStages=*/2> {
   using Base = HopperPrefill<T, 128, 2>;
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
+  static_assert(Base::kTileEntries == kCopyEntries && Base::kRows <= kCopyEntries);
   struct Smem {
     typename Base::Tile tiles[Base::kStages][2];  // keys, values
     typename Base::Rows queries;                  // then the output
@@ -35,12 +39,13 @@ struct DensePrefill : HopperPrefill<T, /*kTileEntries=*/128, /*kStages=*/2> {
 };
 
 // The work of a CTA: the query rows of one (sequence, query head).
-template <typename T>
+template <typename Config>
 struct PrefillCta {
-  using Config = DensePrefill<T>;
+  using T = typename Config::Element;
   static constexpr int kTileEntries = Config::kTileEntries;
 
   const AttentionArgs<T>& args;
+  const Fp8Copies& copies;  // only kFp8 reads it
   KvStages<Config> stages;
   const Sequence& seq;
   const int cta_row;  // the CTA's first row within the sequence
@@ -49,22 +54,32 @@ struct PrefillCta {
   const int cta_rows = min(Config::kRows, seq.num_tokens - cta_row);
   const int entry_end = seq.length + cta_row + cta_rows;  // end of the entries that some row sees
   const int num_tiles = (entry_end + kTileEntries - 1) / kTileEntries;
+
+  // kFp8: the first of the CTA's rows of copies.
+  __device__ __forceinline__ int first_copy() const {
+    return copies.first_row(static_cast<int>(blockIdx.z), kv_head);
+  }
 };
 
 // ---- the producer: one thread
 
-template <typename T>
-__device__ __forceinline__ void fetch_entries(const PrefillCta<T>& cta, const CacheMaps& maps) {
-  using Config = DensePrefill<T>;
+template <typename Config>
+__device__ __forceinline__ void fetch_entries(const PrefillCta<Config>& cta,
+                                              const CacheMaps& maps) {
   const StepTokens& tokens = cta.args.tokens;
-  const int* pages = tokens.page_table + static_cast<int64_t>(cta.seq.slot) * tokens.max_pages;
-  const int last_page = (cta.entry_end - 1) / kPageSize;
+  [[maybe_unused]] const int* pages =
+      tokens.page_table + static_cast<int64_t>(cta.seq.slot) * tokens.max_pages;
+  [[maybe_unused]] const int last_page = (cta.entry_end - 1) / kPageSize;
   int map_rows[Config::kPages];  // rows of the tensor map where this tile's pages begin
   const auto look_up = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < Config::kPages; ++i) {
-      const int page = pages[min(tile * Config::kPages + i, last_page)];
-      map_rows[i] = (page * cta.args.num_kv_heads + cta.kv_head) * kPageSize;
+      if constexpr (Config::kFp8) {
+        map_rows[i] = cta.first_copy() + (tile * Config::kPages + i) * kPageSize;
+      } else {
+        const int page = pages[min(tile * Config::kPages + i, last_page)];
+        map_rows[i] = (page * cta.args.num_kv_heads + cta.kv_head) * kPageSize;
+      }
     }
   };
   look_up(0);
@@ -77,9 +92,9 @@ __device__ __forceinline__ void fetch_entries(const PrefillCta<T>& cta, const Ca
 
 // ---- the consumers: two warpgroups of 64 rows each
 
-template <typename T>
-struct PrefillConsumer : KvConsumer<DensePrefill<T>> {
-  using Config = DensePrefill<T>;
+template <typename Config>
+struct PrefillConsumer : KvConsumer<Config> {
+  using T = typename Config::Element;
   using Base = KvConsumer<Config>;
   using Queries = typename Config::Queries;
   using Scores = typename Config::Scores;
@@ -88,7 +103,7 @@ struct PrefillConsumer : KvConsumer<DensePrefill<T>> {
       Base::multiply_values;
   static constexpr int kDim = Config::kDim, kTileEntries = Config::kTileEntries;
 
-  const PrefillCta<T>& cta;
+  const PrefillCta<Config>& cta;
 
   __device__ __forceinline__ void load_queries(Queries& queries) const {
     const AttentionArgs<T>& args = cta.args;
@@ -99,9 +114,18 @@ struct PrefillConsumer : KvConsumer<DensePrefill<T>> {
         cta.cta_rows);
     this->read_queries(queries);
   }
-  // Replaces the scores of a tile by probabilities in float32 and updates the rows' sums.
+  // Multiplies the columns of a tile by the scales of its keys or values.
+  __device__ __forceinline__ void scale(Scores& x, int tile, Operand operand) const {
+    if constexpr (Config::kFp8) {
+      scale_columns<T>(
+          x, cta.copies.scales[operand] + cta.first_copy() + int64_t{tile} * kTileEntries);
+    }
+  }
+  // Replaces the scores of a tile by probabilities in float32 and updates the rows' sums. The
+  // probabilities are then multiplied by the scales of an fp8 cache.
   __device__ __forceinline__ void softmax_tile(RowTile<kDim>& rows, Scores& scores,
                                                float (&factor)[2], int tile) const {
+    scale(scores, tile, kKeys);
     const int warp_row = cta.cta_row + warp * 16;
     // Number of the tile's entries that the warp's first row sees.
     const int seen = cta.seq.length + warp_row + 1 - tile * kTileEntries;
@@ -116,6 +140,7 @@ struct PrefillConsumer : KvConsumer<DensePrefill<T>> {
       }
     }
     add_scores(rows, scores, cta.args.scale_log2, factor);
+    scale(scores, tile, kValues);
   }
 
   // All tiles in order. The keys of a tile are multiplied together with the values of the previous
@@ -159,11 +184,10 @@ struct PrefillConsumer : KvConsumer<DensePrefill<T>> {
 
 // ---- kernels
 
-template <typename T>
-__global__ void __launch_bounds__(DensePrefill<T>::kThreads, 1)
-    attention_prefill_sm90_kernel(const __grid_constant__ AttentionArgs<T> args,
-                                  const __grid_constant__ CacheMaps maps) {
-  using Config = DensePrefill<T>;
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_prefill_sm90_kernel(
+    const __grid_constant__ AttentionArgs<typename Config::Element> args,
+    const __grid_constant__ CacheMaps maps, const __grid_constant__ Fp8Copies copies) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& smem = *reinterpret_cast<typename Config::Smem*>(shared);
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
@@ -175,7 +199,7 @@ __global__ void __launch_bounds__(DensePrefill<T>::kThreads, 1)
   const Sequence seq = load_sequence(args.tokens, blockIdx.z);
   const int cta_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
   if (cta_row >= seq.num_tokens || seq.first_entry + cta_row >= args.end_position) return;
-  const PrefillCta<T> cta{args, {smem}, seq, cta_row};
+  const PrefillCta<Config> cta{args, copies, {smem}, seq, cta_row};
 
   if (warp >= Config::kConsumerThreads / 32) {
     ptx::give_registers<Config::kProducerRegisters>();
@@ -183,7 +207,7 @@ __global__ void __launch_bounds__(DensePrefill<T>::kThreads, 1)
     return;
   }
   ptx::take_registers<Config::kConsumerRegisters>();
-  const PrefillConsumer<T> consumer{{cta.stages, warp, lane}, cta};
+  const PrefillConsumer<Config> consumer{{cta.stages, warp, lane}, cta};
   uint32_t queries[Config::kDim / 16][4];
   consumer.load_queries(queries);
   RowTile<Config::kDim> rows;
@@ -194,22 +218,38 @@ __global__ void __launch_bounds__(DensePrefill<T>::kThreads, 1)
 
 // ---- launchers
 
-template <typename T>
-void launch_prefill(const Context& ctx, const AttentionParams& p) {
-  using Config = DensePrefill<T>;
-  const auto kernel = attention_prefill_sm90_kernel<T>;
+template <typename Config>
+void launch_prefill(const Context& ctx, const AttentionParams& p,
+                    const AttentionArgs<typename Config::Element>& args, dim3 grid,
+                    const CacheMaps& maps, const Fp8Copies& copies) {
+  const auto kernel = attention_prefill_sm90_kernel<Config>;
   allow_shared_bytes(kernel, sizeof(typename Config::Smem));
-  const int row_tiles = (p.tokens.max_seq_tokens + Config::kRows - 1) / Config::kRows;
-  launch(ctx, kernel, dim3(p.num_heads, row_tiles, p.tokens.num_seqs), dim3(Config::kThreads),
-         sizeof(typename Config::Smem), make_args<T>(p),
-         make_cache_maps(p.k_cache, p.v_cache, Config::kDim));
+  grid.y = (p.tokens.max_seq_tokens + Config::kRows - 1) / Config::kRows;
+  launch(ctx, kernel, grid, dim3(Config::kThreads), sizeof(typename Config::Smem), args, maps,
+         copies);
+}
+
+template <typename T>
+void launch_any_cache(const Context& ctx, const AttentionParams& p) {
+  if (p.k_scales.empty()) {
+    return launch_prefill<DensePrefill<T, false>>(
+        ctx, p, make_args<T>(p), dim3(p.num_heads, 1, p.tokens.num_seqs),
+        make_cache_maps(p.k_cache, p.v_cache, p.head_dim), {});
+  }
+  const int group = p.num_heads / p.num_kv_heads;
+  const NeededTokens needed{.begin = 0, .end = make_args<T>(p).end_position};
+  for_each_round<T>(ctx, p, needed, [&](const AttentionArgs<T>& args, const Fp8Copies& copies) {
+    launch_prefill<DensePrefill<T, true>>(
+        ctx, p, args, dim3(group * copies.num_kv_heads, 1, copies.num_seqs),
+        make_copy_maps(copies, p.qkv.dtype(), p.head_dim), copies);
+  });
 }
 
 }  // namespace
 
 void attention_prefill_sm90(const Context& ctx, const AttentionParams& params) {
   dispatch_half(params.qkv.dtype(),
-                [&](auto element) { launch_prefill<decltype(element)>(ctx, params); });
+                [&](auto element) { launch_any_cache<decltype(element)>(ctx, params); });
 }
 
 }  // namespace cpmcu::cuda

@@ -5,7 +5,7 @@
 // A CTA has two warpgroups that consume and one that produces. Each consumer has 64 query rows.
 #pragma once
 
-#include "kernels/attention/tiles.cuh"
+#include "kernels/attention/fp8_copies.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 
 namespace cpmcu::cuda {
@@ -21,6 +21,12 @@ inline CacheMaps make_cache_maps(const Tensor& k_cache, const Tensor& v_cache, i
     return make_map(cache.data(), rows, dim, cache.dtype(), kPageSize);
   };
   return {map(k_cache), map(v_cache)};
+}
+// The same over copies of an fp8 cache, as rows of D elements: [pair, entry].
+inline CacheMaps make_copy_maps(const Fp8Copies& copies, DType dtype, int dim) {
+  const int rows = copies.num_seqs * copies.num_kv_heads * copies.entries;
+  return {make_map(copies.rows[kKeys], rows, dim, dtype, kPageSize),
+          make_map(copies.rows[kValues], rows, dim, dtype, kPageSize)};
 }
 
 // `kTileEntries_`: entries of a KV tile. `kRows`: query rows of a CTA.

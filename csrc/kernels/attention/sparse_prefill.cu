@@ -226,7 +226,7 @@ void check_selected(const AttentionParams& params) {
 void sparse_prefill(const Context& ctx, const AttentionParams& params) {
   check_selected(params);
 #ifdef CPMCU_SM90
-  if (ctx.compute_capability == 90 && params.head_dim == 128 && params.k_scales.empty()) {
+  if (ctx.compute_capability == 90 && params.head_dim == 128) {
     return sparse_prefill_sm90(ctx, params);
   }
 #endif

@@ -12,6 +12,8 @@
 // Surprising: a KV tile is one block, although two at a time would be faster. With two, the other
 // tokens would decide which blocks form a tile. The row maximum at which probabilities are rounded
 // would depend on that, and so would the bits. A masked block alone changes no bit.
+//
+// An fp8 cache is first copied to 16-bit numbers (fp8_copies.cuh).
 #include "kernels/attention/decode.cuh"
 #include "kernels/attention/prefill_sm90.cuh"
 #include "kernels/attention/selected_splits.cuh"
@@ -20,10 +22,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T>
+template <typename T, bool kFp8_>
 struct SparsePrefill : HopperPrefill<T, /*kTileEntries=*/kPageSize, /*kStages=*/4> {
   using Base = HopperPrefill<T, kPageSize, 4>;
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
   struct Smem {
     typename Base::Tile tiles[Base::kStages][2];  // keys, values
     typename Base::Rows queries;                  // then the output
@@ -35,14 +38,19 @@ struct SparsePrefill : HopperPrefill<T, /*kTileEntries=*/kPageSize, /*kStages=*/
 };
 
 // The work of a CTA. A tile is a block of the union.
-template <typename T>
+template <typename Config>
 struct SparseCta {
-  using Config = SparsePrefill<T>;
+  using T = typename Config::Element;
 
   const AttentionArgs<T>& args;
+  const Fp8Copies& copies;  // only kFp8 reads it
   KvStages<Config> stages;
   const Chunk& chunk;
 
+  // kFp8: the row of copies where a block begins.
+  __device__ __forceinline__ int copied_row(int block) const {
+    return copies.first_row(static_cast<int>(blockIdx.z), chunk.kv_head) + block * kPageSize;
+  }
   // Calls use(tile, block) for each block of the union.
   template <typename Use>
   __device__ __forceinline__ void for_each_tile(Use use) const {
@@ -57,10 +65,9 @@ struct SparseCta {
 };
 
 // The blocks of the rows' tokens at positions from `first_position` on.
-template <typename T>
-__device__ __forceinline__ void unite(const SparseCta<T>& cta, int first_position) {
-  using Config = SparsePrefill<T>;
-  const AttentionArgs<T>& args = cta.args;
+template <typename Config>
+__device__ __forceinline__ void unite(const SparseCta<Config>& cta, int first_position) {
+  const auto& args = cta.args;
   const Chunk& chunk = cta.chunk;
   for (int w = static_cast<int>(threadIdx.x); w < args.selection_words; w += Config::kThreads) {
     uint64_t any = 0;
@@ -83,31 +90,36 @@ __device__ __forceinline__ void unite(const SparseCta<T>& cta, int first_positio
 
 // ---- the producer: one thread
 
-template <typename T>
-__device__ __forceinline__ void fetch_blocks(const SparseCta<T>& cta, const CacheMaps& maps) {
+template <typename Config>
+__device__ __forceinline__ void fetch_blocks(const SparseCta<Config>& cta, const CacheMaps& maps) {
   const Chunk& chunk = cta.chunk;
   cta.for_each_tile([&](int tile, int block) {
-    const int page = page_of(cta.args.tokens, chunk.seq.slot, block * kPageSize);
-    cta.stages.fetch(tile, maps, {(page * cta.args.num_kv_heads + chunk.kv_head) * kPageSize});
+    if constexpr (Config::kFp8) {
+      cta.stages.fetch(tile, maps, {cta.copied_row(block)});
+    } else {
+      const int page = page_of(cta.args.tokens, chunk.seq.slot, block * kPageSize);
+      cta.stages.fetch(tile, maps, {(page * cta.args.num_kv_heads + chunk.kv_head) * kPageSize});
+    }
   });
 }
 
 // ---- the consumers: two warpgroups of 64 rows each
 
-template <typename T>
-struct SparseConsumer : KvConsumer<SparsePrefill<T>> {
-  using Config = SparsePrefill<T>;
+template <typename Config>
+struct SparseConsumer : KvConsumer<Config> {
+  using T = typename Config::Element;
   using Base = KvConsumer<Config>;
   using Queries = typename Config::Queries;
   using Scores = typename Config::Scores;
   using Base::warp, Base::lane, Base::wait, Base::release;
   static constexpr int kDim = Config::kDim;
 
-  const SparseCta<T>& cta;
+  const SparseCta<Config>& cta;
   const uint64_t* words[2];  // of the lane's rows; null: the row needs no result
   int own[2];                // positions of the lane's rows
 
-  __device__ __forceinline__ SparseConsumer(const SparseCta<T>& cta_, int warp_, int first_position)
+  __device__ __forceinline__ SparseConsumer(const SparseCta<Config>& cta_, int warp_,
+                                            int first_position)
       : Base{cta_.stages, warp_, static_cast<int>(threadIdx.x % 32)}, cta(cta_) {
     const AttentionArgs<T>& args = cta.args;
 #pragma unroll
@@ -148,6 +160,13 @@ struct SparseConsumer : KvConsumer<SparsePrefill<T>> {
     }
   }
 
+  // Multiplies the columns of a block by the scales of its keys or values.
+  __device__ __forceinline__ void scale(Scores& x, int block, Operand operand) const {
+    if constexpr (Config::kFp8) {
+      scale_columns<T>(x, cta.copies.scales[operand] + cta.copied_row(block));
+    }
+  }
+
   // Adds a block to the states of the warpgroup's rows.
   __device__ __forceinline__ void attend(RowTile<kDim>& rows, const Queries& queries, int tile,
                                          int block) const {
@@ -155,8 +174,10 @@ struct SparseConsumer : KvConsumer<SparsePrefill<T>> {
     this->multiply_keys(scores, queries, tile);
     ptx::wgmma_wait<0>();
     release(tile, 0);
+    scale(scores, block, kKeys);
     hide(scores, block);
     softmax_step(rows, scores, cta.args.scale_log2);
+    scale(scores, block, kValues);
     typename Config::Probabilities probabilities;
     this->pack(probabilities, scores);
     wait(tile, 1);
@@ -195,12 +216,12 @@ struct SparseConsumer : KvConsumer<SparsePrefill<T>> {
 // ---- kernels
 
 // Grid: (chunks of packed rows * KV heads, 1, B).
-template <typename T>
-__global__ void __launch_bounds__(SparsePrefill<T>::kThreads, 1)
-    sparse_prefill_sm90_kernel(const __grid_constant__ AttentionArgs<T> args,
-                               const __grid_constant__ CacheMaps maps, int num_chunks,
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_prefill_sm90_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                               const __grid_constant__ CacheMaps maps,
+                               const __grid_constant__ Fp8Copies copies, int num_chunks,
                                int first_position) {
-  using Config = SparsePrefill<T>;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& smem = *reinterpret_cast<typename Config::Smem*>(shared);
   const int warp = ptx::uniform_warp();
@@ -212,7 +233,7 @@ __global__ void __launch_bounds__(SparsePrefill<T>::kThreads, 1)
   if (chunk.first >= chunk.num_packed || chunk.seq.first_entry + last_token < first_position) {
     return;
   }
-  const SparseCta<T> cta{args, {smem}, chunk};
+  const SparseCta<Config> cta{args, copies, {smem}, chunk};
   unite(cta, first_position);
   smem.packed.template load<false, Config::kDim>(args, chunk);
   __syncthreads();
@@ -223,7 +244,7 @@ __global__ void __launch_bounds__(SparsePrefill<T>::kThreads, 1)
     return;
   }
   ptx::take_registers<Config::kConsumerRegisters>();
-  const SparseConsumer<T> consumer(cta, warp, first_position);
+  const SparseConsumer<Config> consumer(cta, warp, first_position);
   uint32_t queries[Config::kDim / 16][4];
   consumer.load_queries(queries);
   RowTile<Config::kDim> rows;
@@ -234,17 +255,32 @@ __global__ void __launch_bounds__(SparsePrefill<T>::kThreads, 1)
 
 // ---- launchers
 
-template <typename T>
-void launch_sparse_prefill(const Context& ctx, const AttentionParams& p) {
-  using Config = SparsePrefill<T>;
+template <typename Config>
+void launch_sparse_prefill(const Context& ctx, const AttentionParams& p,
+                           const AttentionArgs<typename Config::Element>& args, int num_kv_heads,
+                           int num_seqs, const CacheMaps& maps, const Fp8Copies& copies) {
   using Smem = typename Config::Smem;
-  const auto kernel = sparse_prefill_sm90_kernel<T>;
+  const auto kernel = sparse_prefill_sm90_kernel<Config>;
   const int group = p.num_heads / p.num_kv_heads;
   const int num_chunks = (p.tokens.max_seq_tokens * group + Config::kRows - 1) / Config::kRows;
   allow_shared_bytes(kernel, sizeof(Smem));
-  launch(ctx, kernel, dim3(num_chunks * p.num_kv_heads, 1, p.tokens.num_seqs), Config::kThreads,
-         sizeof(Smem), make_args<T>(p), make_cache_maps(p.k_cache, p.v_cache, Config::kDim),
-         num_chunks, p.selection.dense_len);
+  launch(ctx, kernel, dim3(num_chunks * num_kv_heads, 1, num_seqs), Config::kThreads, sizeof(Smem),
+         args, maps, copies, num_chunks, p.selection.dense_len);
+}
+
+template <typename T>
+void launch_any_cache(const Context& ctx, const AttentionParams& p) {
+  if (p.k_scales.empty()) {
+    return launch_sparse_prefill<SparsePrefill<T, false>>(
+        ctx, p, make_args<T>(p), p.num_kv_heads, p.tokens.num_seqs,
+        make_cache_maps(p.k_cache, p.v_cache, p.head_dim), {});
+  }
+  const auto attend = [&](const AttentionArgs<T>& args, const Fp8Copies& copies) {
+    launch_sparse_prefill<SparsePrefill<T, true>>(
+        ctx, p, args, copies.num_kv_heads, copies.num_seqs,
+        make_copy_maps(copies, p.qkv.dtype(), p.head_dim), copies);
+  };
+  for_each_round<T>(ctx, p, {.begin = p.selection.dense_len, .end = INT_MAX}, attend);
 }
 
 }  // namespace
@@ -253,7 +289,7 @@ void launch_sparse_prefill(const Context& ctx, const AttentionParams& p) {
 // page_table, selection.
 void sparse_prefill_sm90(const Context& ctx, const AttentionParams& params) {
   dispatch_half(params.qkv.dtype(),
-                [&](auto element) { launch_sparse_prefill<decltype(element)>(ctx, params); });
+                [&](auto element) { launch_any_cache<decltype(element)>(ctx, params); });
 }
 
 }  // namespace cpmcu::cuda
