@@ -8,7 +8,9 @@ cost of a graph launch is paid once a step. The roofline is the read bandwidth o
 Decode is timed for one token, for a chain of 32 tokens, and for the verification of a tree of 32
 tokens (by_position), whose outputs must be bit-identical to plain decoding.
 
-    python scripts/bench/bench_attention.py [--dtype bfloat16] [--json]
+With --fp8, the cache has e4m3 codes and their scales.
+
+    python scripts/bench/bench_attention.py [--dtype bfloat16] [--fp8] [--json]
 """
 
 from __future__ import annotations
@@ -94,25 +96,47 @@ def read_bandwidth(ctx: Any, dtype: str) -> float:
     return max(weights, copied) / 1e3
 
 
+def caches(ctx: Any, shape: list[int], dtype: str, fp8: bool) -> dict[str, Any]:
+    """Keys and values [pages, Hkv, 64, D], and the scales of an fp8 cache."""
+    names = ["k_cache", "v_cache"]
+    if not fp8:
+        return {name: normal(ctx, shape, dtype) for name in names}
+    block = np.random.default_rng(0).integers(0, 0x7E, 1 << 20, np.uint8)
+    codes = np.resize(block, shape)
+    scales = np.full([*shape[:3], 1], 0.01, np.float32)
+    return {name: raw(ctx, codes) for name in names} | {
+        name: raw(ctx, scales) for name in ("k_scales", "v_scales")
+    }
+
+
 class Shape:
     """Sequences of `entries` KV entries, `rows` of them of this step. No page is shared."""
 
     def __init__(
-        self, ctx: Any, heads: tuple[int, int], entries: int, rows: int, copies: int, dtype: str
+        self,
+        ctx: Any,
+        heads: tuple[int, int],
+        entries: int,
+        rows: int,
+        copies: int,
+        dtype: str,
+        fp8: bool,
     ) -> None:
         self.ctx, (self.num_heads, self.num_kv_heads) = ctx, heads
         pages = -(-entries // PAGE)
         table = np.random.default_rng(0).permutation(copies * pages).reshape(copies, pages)
         self.page_table = put(ctx, table)
         cache = [copies * pages, self.num_kv_heads, PAGE, HEAD_DIM]
-        self.k_cache, self.v_cache = normal(ctx, cache, dtype), normal(ctx, cache, dtype)
+        self.caches = caches(ctx, cache, dtype, fp8)
         columns = (self.num_heads + 2 * self.num_kv_heads) * HEAD_DIM
         self.qkv = normal(ctx, [rows, columns], dtype)
         self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
         floats = ops.attention_scratch_floats(
             num_tokens=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
         )
-        self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
+        if rows > PAGE:
+            floats = ops.fp8_prefill_floats(self.num_kv_heads, HEAD_DIM, entries) if fp8 else 1
+        self.scratch = ops.Array(ctx, [floats], "float32")
 
     def rows(
         self, slot: int, copies: int, length: int, count: int, masks: list[int] | None = None
@@ -137,8 +161,7 @@ class Shape:
         attention = ops.Attention(
             out=self.out,
             qkv=self.qkv,
-            k_cache=self.k_cache,
-            v_cache=self.v_cache,
+            **self.caches,
             scale=HEAD_DIM**-0.5,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -151,12 +174,12 @@ class Shape:
 
 
 def decode(
-    ctx: Any, heads: tuple[int, int], entries: int, rows: int, dtype: str, tree: bool
+    ctx: Any, heads: tuple[int, int], entries: int, rows: int, dtype: str, tree: bool, fp8: bool
 ) -> dict[str, float]:
-    kv_bytes = 2 * 2 * entries * heads[1] * HEAD_DIM
+    kv_bytes = 2 * entries * heads[1] * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
     copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes)))
     launches = max(LAUNCHES, copies)
-    shape = Shape(ctx, heads, entries, rows, copies, dtype)
+    shape = Shape(ctx, heads, entries, rows, copies, dtype, fp8)
     masks = tree_masks(rows) if tree else None
     steps = [shape.rows(slot, copies, entries - rows, rows, masks) for slot in range(copies)]
 
@@ -169,8 +192,10 @@ def decode(
     return {"us": us, "gbps": kv_bytes / us / 1e3, "tflops": flops / us / 1e6}
 
 
-def prefill(ctx: Any, heads: tuple[int, int], prompt: int, dtype: str) -> dict[str, float]:
-    shape = Shape(ctx, heads, prompt, CHUNK, 1, dtype)
+def prefill(
+    ctx: Any, heads: tuple[int, int], prompt: int, dtype: str, fp8: bool
+) -> dict[str, float]:
+    shape = Shape(ctx, heads, prompt, CHUNK, 1, dtype, fp8)
     # Lengths are in device memory: each chunk has its own tokens; q is the same for all chunks.
     chunks = [shape.rows(0, 1, begin, CHUNK) for begin in range(0, prompt, CHUNK)]
 
@@ -199,6 +224,7 @@ def open_device(dtype: str) -> tuple[Any, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--fp8", action="store_true", help="an fp8 cache")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     ctx = ops.Context("cuda")
@@ -223,12 +249,12 @@ def main() -> None:
         label = f"Hq {heads[0]} Hkv {heads[1]}"
         for rows, tree in DECODE_ROWS:
             for entries in DECODE_CELLS:
-                result = decode(ctx, heads, entries, rows, args.dtype, tree)
+                result = decode(ctx, heads, entries, rows, args.dtype, tree, args.fp8)
                 report(
                     f"decode {label} entries {entries} {'tree' if tree else 'rows'} {rows}", result
                 )
         for prompt in PROMPTS:
-            result = prefill(ctx, heads, prompt, args.dtype)
+            result = prefill(ctx, heads, prompt, args.dtype, args.fp8)
             report(f"prefill {label} prompt {prompt} chunk {CHUNK}", result)
 
 

@@ -13,10 +13,11 @@ graph has as many launches as needed for that.
 | prompt | the same for a chunk of 2,048 tokens |
 
 Queries and keys are random, so each token of a step chooses other blocks: the worst case. With
---alike, all tokens of a step have the same queries. The share of the roofline is the bytes that
-must be read over the read bandwidth of this run: compressed keys, and blocks that a token chose.
+--alike, all tokens of a step have the same queries. With --fp8, the cache has e4m3 codes. The share
+of the roofline is the bytes that must be read over the read bandwidth of this run: compressed keys,
+and blocks that a token chose.
 
-    python scripts/bench/bench_sparse.py [--alike] [--dtype bfloat16] [--json]
+    python scripts/bench/bench_sparse.py [--alike] [--fp8] [--dtype bfloat16] [--json]
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bench_attention import (
     COLD_BYTES,
     HEAD_DIM,
     PAGE,
+    caches,
     microseconds,
     normal,
     open_device,
@@ -55,7 +57,9 @@ LAUNCHES = 16  # at least, in one graph
 class Sequences:
     """Sequences of `entries` entries, `count` of them of this step, that leave the L2 cache."""
 
-    def __init__(self, ctx: Any, entries: int, count: int, dtype: str, alike: bool) -> None:
+    def __init__(
+        self, ctx: Any, entries: int, count: int, dtype: str, alike: bool, fp8: bool
+    ) -> None:
         self.ctx, self.entries, self.count = ctx, entries, count
         pages = -(-entries // PAGE)
         page_bytes = KV_HEADS * HEAD_DIM * 2 * (2 * PAGE + 5)
@@ -64,7 +68,7 @@ class Sequences:
         table = np.random.default_rng(0).permutation(self.copies * pages)
         self.page_table = put(ctx, table.reshape(self.copies, pages))
         cache = [self.copies * pages, KV_HEADS, PAGE, HEAD_DIM]
-        self.k_cache, self.v_cache = normal(ctx, cache, dtype), normal(ctx, cache, dtype)
+        self.caches = caches(ctx, cache, dtype, fp8)
         self.fine = normal(ctx, [*cache[:2], 4, HEAD_DIM], dtype)
         self.coarse = normal(ctx, [*cache[:2], 1, HEAD_DIM], dtype)
         columns = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -76,6 +80,8 @@ class Sequences:
         self.selection = ops.Array(ctx, [count, KV_HEADS, words], "uint64")
         self.most = ops.max_selected_splits(**RULE, max_kv=entries)
         floats = self.most * min(count, PAGE) * HEADS * (HEAD_DIM + 2)
+        if fp8 and count > PAGE:
+            floats = max(floats, ops.fp8_prefill_floats(KV_HEADS, HEAD_DIM, entries))
         self.partials = ops.Array(ctx, [floats], "float32")
         scores = ops.select_scratch_floats(
             num_tokens=count, num_heads=HEADS, num_kv_heads=KV_HEADS, max_kv=entries
@@ -110,7 +116,7 @@ class Sequences:
         op(
             self.ctx,
             ops.Attention(
-                out=self.out, qkv=self.qkv, k_cache=self.k_cache, v_cache=self.v_cache,
+                out=self.out, qkv=self.qkv, **self.caches,
                 scale=HEAD_DIM**-0.5, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
                 by_position=tree, selection=self.selection, dense_len=RULE["dense_len"],
                 max_splits=self.most, tokens=tokens, scratch=self.partials,
@@ -134,13 +140,14 @@ class Sequences:
         return sum(int(word).bit_count() for word in words.ravel())
 
 
-def step(ctx: Any, entries: int, count: int, dtype: str, alike: bool) -> dict[str, Any]:
+def step(ctx: Any, entries: int, count: int, dtype: str, alike: bool, fp8: bool) -> dict[str, Any]:
     """Times of a decode step: {case: (microseconds, bytes that must be read)}."""
-    shape, tree = Sequences(ctx, entries, count, dtype, alike), count > 1
+    shape, tree = Sequences(ctx, entries, count, dtype, alike, fp8), count > 1
     shape.select(shape.tokens(0, tree), True)
     row = HEAD_DIM * 2
     keys = 5 * KV_HEADS * row * (entries // PAGE - 2)
-    values = 2 * PAGE * row * shape.blocks()
+    entry = HEAD_DIM + 4 if fp8 else row
+    values = 2 * PAGE * entry * shape.blocks()
 
     def both(tokens: Any) -> None:
         shape.select(tokens, True)
@@ -155,23 +162,24 @@ def step(ctx: Any, entries: int, count: int, dtype: str, alike: bool) -> dict[st
         "both": (shape.time(both, tree), keys + values),
     }
     if count == 1:
-        accepted = Sequences(ctx, entries, ACCEPTED, dtype, alike)
-        span = KV_HEADS * row * (2 * ACCEPTED + 128)
+        accepted = Sequences(ctx, entries, ACCEPTED, dtype, alike, fp8)
+        span = KV_HEADS * entry * (2 * ACCEPTED + 128)
+        scales = [accepted.caches["k_scales"]] if fp8 else []
         counts = put(ctx, [ACCEPTED] * accepted.copies)
 
         def compress(tokens: Any) -> None:
             ops.compress_keys(
-                ctx, k_caches=[accepted.k_cache], fine=[accepted.fine], coarse=[accepted.coarse],
-                tokens=tokens, accepted_counts=counts,
+                ctx, k_caches=[accepted.caches["k_cache"]], fine=[accepted.fine],
+                coarse=[accepted.coarse], tokens=tokens, accepted_counts=counts, k_scales=scales,
             )  # fmt: skip
 
         found["compress"] = (accepted.time(compress), span)
     return found
 
 
-def prompt(ctx: Any, entries: int, dtype: str, alike: bool) -> tuple[float, float]:
+def prompt(ctx: Any, entries: int, dtype: str, alike: bool, fp8: bool) -> tuple[float, float]:
     """Microseconds of select and of attention for the last chunk of a prompt."""
-    shape = Sequences(ctx, entries, CHUNK, dtype, alike)
+    shape = Sequences(ctx, entries, CHUNK, dtype, alike, fp8)
     select = shape.time(lambda tokens: shape.select(tokens, False))
     return select, shape.time(lambda tokens: shape.attend(ops.attention_prefill, tokens, False))
 
@@ -179,6 +187,7 @@ def prompt(ctx: Any, entries: int, dtype: str, alike: bool) -> tuple[float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--alike", action="store_true", help="all tokens have the same queries")
+    parser.add_argument("--fp8", action="store_true", help="an fp8 cache")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
@@ -194,9 +203,11 @@ def main() -> None:
 
     for entries in ENTRIES:
         for tokens in TOKENS:
-            for case, (us, read) in step(ctx, entries, tokens, args.dtype, args.alike).items():
+            for case, (us, read) in step(
+                ctx, entries, tokens, args.dtype, args.alike, args.fp8
+            ).items():
                 report(entries, tokens, case, us, read / bandwidth / 1e3 / us)
-        select, attend = prompt(ctx, entries, args.dtype, args.alike)
+        select, attend = prompt(ctx, entries, args.dtype, args.alike, args.fp8)
         report(entries, CHUNK, "prompt, select", select, None)
         report(entries, CHUNK, "prompt, attend", attend, None)
 
