@@ -26,7 +26,8 @@ struct alignas(128) ExactSum {  // a cache line each, so that atomics on neighbo
 
 // Weight blocks that each CTA prefetches to L2 for one row (prefetch.cuh), 18 MB on an H100.
 constexpr int prefetch_blocks_of(int bits) { return bits == 8 ? 4 : 8; }
-constexpr uint32_t kSummed = 64;  // at least the number of slices; divides 2^32
+constexpr int kMaxFusedParts = 6;  // two GEMMs may have a rest
+constexpr uint32_t kSummed = 64;   // at least the number of slices; divides 2^32
 
 // State kept from launch to launch. Zero at first.
 struct FusedState {
@@ -44,10 +45,11 @@ struct FusedState {
 };
 static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
-// The weight blocks of a GEMM, and how they are divided among CTAs.
+// The weight blocks of a part of a GEMM, and how they are divided among CTAs.
 struct WeightBlocks {
-  const char* blocks;   // [tiles][k_blocks]; null: 16-bit W
-  int tiles, k_blocks;  // tiles of 256 rows; k blocks of Mainloop's size
+  const char* blocks;     // [tiles of the GEMM][k_blocks]; null: 16-bit W
+  int first_tile, tiles;  // [first_tile, tiles): tiles of 256 rows
+  int k_blocks;           // of Mainloop's size
   int block_bytes;
   int slices, slice_blocks, longer_slices;
   int one_over_slices;  // 1 / slices in units of 2^-16, rounded up: divides small numbers
@@ -56,7 +58,11 @@ struct WeightBlocks {
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
+// A GEMM, or a part of its tiles. If a gated GEMM has a few tiles more than the CTAs can divide
+// evenly, those are its rest, a part of their own whose K is cut.
 struct alignas(64) GemmArgs : WeightBlocks {
+  int number;               // of the GEMM in the launch; indexes FusedState
+  bool is_rest;             // x is that of the part before, and no grid barrier lies between
   TensorMap x_map, w_map;   // Hopper only; w_map: 16-bit W only
   const void* x;            // [M, K]
   void* y;                  // [M, N]; gated: [M, N / 2]
@@ -93,12 +99,12 @@ enum class CombineMode {
 };
 
 struct FusedLayerArgs {
-  GemmArgs gemms[kMaxFusedGemms];
+  GemmArgs parts[kMaxFusedParts];
   Rotary rotary;
   FusedState* state;
   char* fragments;  // [CTAs][warp tiles][row groups][m16 tiles][lanes] of 16 bytes
-  int num_gemms, m;
-  int min_active_ctas;  // minimum over all GEMMs but the last
+  int num_parts, num_gemms, m;
+  int min_active_ctas;  // minimum over all GEMMs but the last, without rests
   CombineMode combine_mode;
   int max_splits, head_dim;  // of attention
   WeightBlocks following[kMaxFollowing];
@@ -115,8 +121,9 @@ struct CtaRange {
 
   __device__ __forceinline__ explicit CtaRange(const WeightBlocks& of) {
     const int b = blockIdx.x;
-    tile = of.over_slices(b);
-    slice = b - tile * of.slices;
+    const int place = of.over_slices(b);
+    tile = of.first_tile + place;
+    slice = b - place * of.slices;
     begin = slice * of.slice_blocks + min(slice, of.longer_slices);
     end = begin + of.slice_blocks + (slice < of.longer_slices);
   }

@@ -109,7 +109,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Mainloop>
                                               const FusedLayerArgs& args,
                                               const AttentionArgs<T>& attention) {
   constexpr int kBlockK = kPackedK;  // only mainloops with this k block combine a slice
-  const CtaRange range(args.gemms[0]);
+  const CtaRange range(args.parts[0]);
   const RowSplits splits(attention, 0);
   const int lane = threadIdx.x % 32, num_blocks = range.end - range.begin;
   const int first = dimension_at(lane * 2);

@@ -15,8 +15,9 @@
 //                     | -> epilogue -> arrive at the grid barrier of GEMM i + 1
 // From Hopper on a producer is one thread, which uses the copy engine. Before, it is a warp, which
 // uses cp.async (mainloops.cuh). A GEMM has tiles of 256 rows of W. If there are fewer tiles than
-// CTAs, K is cut into slices. The order of additions depends on N and K only, so a row has the same
-// bits whatever the batch.
+// CTAs, K is cut into slices. K is also cut for a few tiles that a gated GEMM has beyond the CTAs
+// (GemmArgs). The order of additions depends on N and K only, so a row has the same bits whatever
+// the batch.
 //
 // The surprising decision: a grid barrier replaces the launch between two GEMMs. It costs as much
 // as a launch, but weights keep loading during it. When x arrives, the pipeline is full.
@@ -73,7 +74,7 @@ __device__ __forceinline__ void init_barriers(const Ring<Mainloop>& ring, int wa
       ptx::mbarrier_init(ring.rows_in(mine), kCopyLanes<typename Mainloop::Copies>);
       ptx::mbarrier_init(ring.done(mine), kThreads);
     }
-    if (warp < kMaxFusedGemms) ptx::mbarrier_init(ring.x_in(warp), 1);
+    if (warp < kMaxFusedParts) ptx::mbarrier_init(ring.x_in(warp), 1);
     if (warp == kWarps - 1) {
       *num_loaded = 0;
       ptx::mbarrier_init(ring.combined(), kWarps);
@@ -117,9 +118,11 @@ __device__ __forceinline__ void arrive_without_part(const FusedLayerArgs& args,
     ptx::opaque(launch_parity);  // all warps read it before CTA 0 may change it
     ptx::named_barrier<1, kThreads>();
     ptx::mbarrier_wait(ring.bases_read(), 0);
-    for (int i = 0; i + 1 < args.num_gemms && threadIdx.x == 0; ++i) {
-      if (static_cast<int>(blockIdx.x) >= args.gemms[i].active_ctas) {
-        ptx::add_release(args.state->arrived[i + 1]);
+    for (int i = 0; i < args.num_parts && threadIdx.x == 0; ++i) {
+      const GemmArgs& gemm = args.parts[i];
+      if (gemm.number + 1 < args.num_gemms && !gemm.is_rest &&
+          static_cast<int>(blockIdx.x) >= gemm.active_ctas) {
+        ptx::add_release(args.state->arrived[gemm.number + 1]);
       }
     }
   }
@@ -181,7 +184,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
   }
   if constexpr (Mainloop::kCombinesSlice) {
     if (args.combine_mode == CombineMode::kPerCtaSlice &&
-        static_cast<int>(blockIdx.x) < args.gemms[0].active_ctas) {
+        static_cast<int>(blockIdx.x) < args.parts[0].active_ctas) {
       combine_slice(shared, ring, args, attention);
     }
   }
@@ -197,8 +200,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
 
   const int g = lane / 4, q2 = lane % 4 * 2;
 #pragma unroll 1
-  for (int i = 0; i < args.num_gemms; ++i) {
-    const GemmArgs& gemm = args.gemms[i];
+  for (int i = 0; i < args.num_parts; ++i) {
+    const GemmArgs& gemm = args.parts[i];
     if (static_cast<int>(blockIdx.x) >= gemm.active_ctas) continue;
     const CtaRange range(gemm);
     const Mainloop mainloop(gemm);
@@ -221,17 +224,19 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
       if (threadIdx.x == 0 && tile == range.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
-        trace.stamp(3 * i + 2);
+        trace.stamp(3 * gemm.number + 2);
       }
       // The value of the counter once all slices have arrived; read before this CTA adds its own.
       [[maybe_unused]] uint32_t all_summed = 0;
       if (kCountsArrivals && gemm.slices > 1 && threadIdx.x == 0) {
-        all_summed = (__ldcg(args.state->summed[i][tile]) / kSummed + 1) * kSummed;
+        all_summed =
+            (__ldcg(args.state->summed[gemm.number][tile - gemm.first_tile]) / kSummed + 1) *
+            kSummed;
       }
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (gemm.inv_size != 0 && threadIdx.x < args.m) {
-          const ExactSum& sum = args.state->squares[launch_parity][i - 1][threadIdx.x];
+          const ExactSum& sum = args.state->squares[launch_parity][gemm.number - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
         if (!alone && warp < num_epilogue_tiles) epilogue.load_old(warp);
@@ -260,7 +265,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
         ptx::mbarrier_wait(ring.weights_in(stage), stage.parity, has_weights);
       }
 
-      trace.stamp(3 * i + 3);
+      trace.stamp(3 * gemm.number + 3);
       if constexpr (kGroups >= 8) {
         prefetch();
         if (!alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
@@ -288,7 +293,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
       ptx::named_barrier<1, kThreads>();  // row_scales are complete
       if (kCountsArrivals && gemm.slices > 1) {
         if (threadIdx.x == 0) {
-          uint32_t* const summed = args.state->summed[i][tile];
+          uint32_t* const summed = args.state->summed[gemm.number][tile - gemm.first_tile];
           ptx::add_release(summed, slice == 0 ? kSummed - gemm.slices + 1 : 1);
           while (static_cast<int>(ptx::load_acquire(summed) - all_summed) < 0) {
           }
@@ -312,13 +317,15 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
         float squares[2] = {};
         epilogue.store(place, sum, row_scales, squares);
         if (gemm.normed == nullptr) continue;
-        epilogue.add_squares(place.row, squares, args.state->squares[launch_parity][i]);
+        epilogue.add_squares(place.row, squares, args.state->squares[launch_parity][gemm.number]);
       }
       ptx::named_barrier<1, kThreads>();
     }
-    trace.stamp(3 * i + 4);
-    if (i + 1 < args.num_gemms && threadIdx.x == 0) {
-      ptx::add_release(args.state->arrived[i + 1]);
+    trace.stamp(3 * gemm.number + 4);
+    const bool has_rest = i + 1 < args.num_parts && args.parts[i + 1].is_rest &&
+                          static_cast<int>(blockIdx.x) < args.parts[i + 1].active_ctas;
+    if (gemm.number + 1 < args.num_gemms && !has_rest && threadIdx.x == 0) {
+      ptx::add_release(args.state->arrived[gemm.number + 1]);
     }
   }
   trace.end();

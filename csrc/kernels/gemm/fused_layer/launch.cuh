@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "core/dispatch.h"
 #include "core/launch.h"
@@ -11,14 +12,17 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Cuts K into as many slices as there are CTAs for.
-void divide_work(WeightBlocks& of, int n, int num_ctas) {
-  of.tiles = (n + kPackedRows - 1) / kPackedRows;
-  of.slices = std::clamp(num_ctas / of.tiles, 1, std::min(kWarps, of.k_blocks));
+// Cuts K of so many tiles into as many slices as there are CTAs for.
+void divide_tiles(WeightBlocks& of, int tiles, int num_ctas) {
+  of.slices = std::clamp(num_ctas / tiles, 1, std::min(kWarps, of.k_blocks));
   of.slice_blocks = of.k_blocks / of.slices;
   of.longer_slices = of.k_blocks % of.slices;
   of.one_over_slices = (1 << 16) / of.slices + 1;
-  of.active_ctas = std::min(of.tiles * of.slices, num_ctas);
+  of.active_ctas = std::min(tiles * of.slices, num_ctas);
+}
+void divide_work(WeightBlocks& of, int n, int num_ctas) {
+  of.tiles = (n + kPackedRows - 1) / kPackedRows;
+  divide_tiles(of, of.tiles, num_ctas);
 }
 
 void set_weight_blocks(WeightBlocks& of, const PackedWeight& w, int num_ctas) {
@@ -73,6 +77,21 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
   return gemm;
 }
 
+// Adds a GEMM to the launch, as two parts if it is gated and has a rest. The main part of a gated
+// GEMM writes y itself, so the fragments of its CTAs are free for the sums of the rest.
+void add_gemm(FusedLayerArgs& args, GemmArgs gemm, int num_ctas) {
+  const int rest = gemm.tiles % num_ctas, tiles = gemm.tiles;
+  const bool has_room = args.num_parts + kMaxFusedGemms - gemm.number < kMaxFusedParts;
+  if (gemm.gated && tiles > num_ctas && 0 < rest && 2 * rest <= num_ctas && has_room) {
+    gemm.tiles -= rest;
+    args.parts[args.num_parts++] = gemm;
+    gemm.first_tile = std::exchange(gemm.tiles, tiles);
+    gemm.is_rest = true;
+    divide_tiles(gemm, rest, num_ctas);
+  }
+  args.parts[args.num_parts++] = gemm;
+}
+
 // What the kernels of an architecture differ in, beside their main loops.
 struct FusedTarget {
   bool has_maps;              // x and 16-bit W are read through tensor maps
@@ -99,7 +118,7 @@ CombineMode combine_mode_of(const FusedTarget& target, const FusedLayerParams& p
   // NOTE: kPerCtaSlice is not valid for two GEMMs. A CTA could then arrive before its producer
   // thread has read `bases`, which CTA 0 changes at the end.
   if (rows == 1 && is_short && has_4_bits(p.gemms.front()) && p.gemms.size() != 2 &&
-      first.tiles <= num_ctas &&
+      first.tiles <= num_ctas && !first.gated &&
       first.slice_blocks + (first.longer_slices > 0) <= target.max_combined_k_blocks) {
     return CombineMode::kPerCtaSlice;
   }
@@ -114,7 +133,7 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
   using Ring = Ring<Mainloop>;
   const auto kernel = fused_layer_kernel<Mainloop>;
   static_assert(Mainloop::kInFlight <= Ring::kStages, "every load in flight has its own stage");
-  for (GemmArgs& gemm : args.gemms) gemm.alpha /= Mainloop::kScale;
+  for (GemmArgs& gemm : args.parts) gemm.alpha /= Mainloop::kScale;
   // More than half of an SM's shared memory: an SM gets one CTA.
   const auto bytes = std::max<int64_t>(Ring::kBytes, ctx.sm_shared_bytes / 2 + 1024);
   allow_shared_bytes(kernel, bytes);
@@ -155,20 +174,23 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
     for (size_t i = 0; i < p.gemms.size(); ++i) {
       const FusedGemm& gemm = p.gemms[i];
       const Tensor normed = gemm.normed.empty() ? Tensor() : gemm.normed.rows(row, m);
-      args.gemms[i] =
+      GemmArgs made =
           make_gemm_args(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
                          gemm.x.rows(row, m), normed, target.has_maps, groups, num_ctas);
-      if (i + 1 < p.gemms.size())
-        args.min_active_ctas = std::min(args.min_active_ctas, args.gemms[i].active_ctas);
+      made.number = static_cast<int>(i);
+      if (i + 1 < p.gemms.size()) {
+        args.min_active_ctas = std::min(args.min_active_ctas, made.active_ctas);
+      }
+      add_gemm(args, made, num_ctas);
     }
     if (has_attention && row == 0) {
-      args.combine_mode = combine_mode_of(target, p, args.gemms[0], num_ctas);
+      args.combine_mode = combine_mode_of(target, p, args.parts[0], num_ctas);
       args.max_splits = num_splits(p.attention.tokens.max_kv);
       args.head_dim = p.attention.head_dim;
       if (args.combine_mode == CombineMode::kNone)
         attention_combine_before_fused_layer(ctx, p.attention);
     }
-    GemmArgs& last = args.gemms[p.gemms.size() - 1];
+    GemmArgs& last = args.parts[args.num_parts - 1];
     // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
     // that tile are loaded before x arrives.
     const int warp_tiles = (kWarps + last.slices - 1) / last.slices;  // of a CTA

@@ -29,9 +29,9 @@ __device__ __forceinline__ void prefetch_weights(const FusedLayerArgs& args, int
   bool is_finished = false;
   long long before = clock64();
 #pragma unroll 1
-  for (int i = 0; i < args.num_gemms + args.num_following; ++i) {
-    const bool follows = i >= args.num_gemms;
-    const WeightBlocks& of = follows ? args.following[i - args.num_gemms] : args.gemms[i];
+  for (int i = 0; i < args.num_parts + args.num_following; ++i) {
+    const bool follows = i >= args.num_parts;
+    const WeightBlocks& of = follows ? args.following[i - args.num_parts] : args.parts[i];
     each_block(of, [&](int tile, int k_block) {
       if (is_finished || (follows && --left < 0)) return;
       if (number++ < Mainloop::kPrefetchBlocks) return;  // the pipeline requests these itself

@@ -30,7 +30,7 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
 //   weights_in  a stage's weights have arrived
 //   rows_in     a stage's rows of x have arrived
 //   done        all consumer warps are done with a stage
-//   x_in        the first rows of a GEMM have arrived
+//   x_in        the first rows of a part have arrived
 //   combined    all warps have combined their share of x
 //   bases_read  the producer has read `bases`, which CTA 0 changes at the end
 template <typename Mainloop>
@@ -38,8 +38,8 @@ struct Ring {
   static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
   static constexpr int kStages = Mainloop::Copies::kBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
-  static constexpr int kBarriers = 3 * kStages + kMaxFusedGemms + 2;
-  static_assert(kMaxFusedGemms <= kWarps, "each warp initialises at most one x_in");
+  static constexpr int kBarriers = 3 * kStages + kMaxFusedParts + 2;
+  static_assert(kMaxFusedParts <= kWarps, "each warp initialises at most one x_in");
   uint32_t data, barriers;
 
   __device__ __forceinline__ Stage stage(int index) const {
@@ -69,7 +69,7 @@ struct Ring {
     return barriers + 8 * (3 * kStages + gemm);
   }
   __device__ __forceinline__ uint32_t combined() const {
-    return barriers + 8 * (3 * kStages + kMaxFusedGemms);
+    return barriers + 8 * (3 * kStages + kMaxFusedParts);
   }
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
@@ -95,21 +95,21 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
   constexpr bool kEngine = Mainloop::Copies::kEngine;
   const uint64_t policy = ptx::evict_first_policy();
   if constexpr (kEngine) {
-    for (int i = 0; i < args.num_gemms; ++i) {
-      if (args.gemms[i].blocks == nullptr) ptx::prefetch_map(&args.gemms[i].w_map);
+    for (int i = 0; i < args.num_parts; ++i) {
+      if (args.parts[i].blocks == nullptr) ptx::prefetch_map(&args.parts[i].w_map);
     }
   }
   Stage stage = ring.stage(0), landing = stage;
   int in_flight = 0;
   bool fills = args.combine_mode != CombineMode::kGridWide;
 #pragma unroll 1
-  for (int i = 0; i < args.num_gemms; ++i) {
-    const GemmArgs& gemm = args.gemms[i];
+  for (int i = 0; i < args.num_parts; ++i) {
+    const GemmArgs& gemm = args.parts[i];
     if (static_cast<int>(blockIdx.x) >= gemm.active_ctas) continue;
     const CtaRange range(gemm);
     const uint32_t x_in = ring.x_in(i);
     const int tiles = gemm.tiles, blocks_of_tile = range.end - range.begin;
-    bool has_x = false;
+    bool has_x = gemm.is_rest;
     typename Mainloop::Source source(gemm, range.tile, range.begin);
 #pragma unroll 1
     for (int tile = range.tile; tile < tiles; tile += gridDim.x) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
   constexpr bool kEngine = Mainloop::Copies::kEngine;
   const bool leads = kEngine || threadIdx.x % 32 == 0;
   if constexpr (kEngine) {
-    for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
+    for (int i = 0; i < args.num_parts; ++i) ptx::prefetch_map(&args.parts[i].x_map);
   }
   ptx::pdl_wait();
   // The first lane reads `bases` before this CTA arrives at any grid barrier, and so before CTA 0
@@ -167,15 +167,16 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
   }
   Stage stage = ring.stage(0);
 #pragma unroll 1
-  for (int i = 0; i < args.num_gemms; ++i) {
-    const GemmArgs& gemm = args.gemms[i];
-    if ((i > 0 || args.combine_mode == CombineMode::kGridWide) &&
+  for (int i = 0; i < args.num_parts; ++i) {
+    const GemmArgs& gemm = args.parts[i];
+    const int number = gemm.number;
+    if (!gemm.is_rest && (number > 0 || args.combine_mode == CombineMode::kGridWide) &&
         static_cast<int>(blockIdx.x) < gemm.active_ctas) {
-      const uint32_t base = of_first_lane<Mainloop>(i == 0   ? bases.x
-                                                    : i == 1 ? bases.y
-                                                    : i == 2 ? bases.z
-                                                             : bases.w);
-      while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
+      const uint32_t base = of_first_lane<Mainloop>(number == 0   ? bases.x
+                                                    : number == 1 ? bases.y
+                                                    : number == 2 ? bases.z
+                                                                  : bases.w);
+      while (ptx::load_acquire(args.state->arrived[number]) != base + gridDim.x) {
       }
       if constexpr (kEngine) ptx::copy_engine_fence();
     }
