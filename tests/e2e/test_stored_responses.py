@@ -15,7 +15,7 @@ from tests.e2e.harness import cue, start
 
 PATH = "/v1/responses"
 MODEL = "tiny-python-minicpm"
-LONG = {"input": "x = ", "max_output_tokens": 4000, "ignore_eos": True, "temperature": 0}
+LONG = {"input": "x = ", "max_output_tokens": 1900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_in_the_background(few):
 def test_cancel_ends_a_stream(few):
     kinds, text, id = [], "", ""
     for event in few.client().responses.create(
-        model=MODEL, stream=True, extra_body={"ignore_eos": True}, input="x", max_output_tokens=4000
+        model=MODEL, stream=True, extra_body={"ignore_eos": True}, input="x", max_output_tokens=1900
     ):
         kinds.append(event.type)
         if event.type == "response.output_text.delta":
