@@ -1,4 +1,4 @@
-"""Code shared by block drafters: config.json and tensor names of DFlash, JetSpec, DFlash2, DSpark.
+"""Code shared by block drafters: config.json and tensor names of DFlash and its kin.
 
 | tensor | shape |
 |---|---|
@@ -63,7 +63,6 @@ _OTHERS = {
     "xpress_head.": "XPress",
     "lilicorr.": "LiLiCorr",
     "aux_hidden_norms.": "Laguna",
-    "prefix_gru.": "Domino",
     "hidden_dim_adapter.": "JetSpec with a hidden_dim_adapter",
 }
 # In names of architectures: block drafters whose layers are not those of Qwen3.
@@ -81,6 +80,8 @@ class BlockHead:
     from_anchor: bool  # the root's row predicts the first token
     topk: int  # candidates of a position
     fixed_topk: bool = False  # spec_topk_per_iter may only ask for a chain
+    is_chain: bool = False  # without trees; the root's row predicts instead of the last row
+    projector: str | None = None  # the projector_type that config.json may name
     drafter: str | None = None  # the C++ drafter, if not that of this name
     ignored: Mapping[str, str] | None = None  # tensor -> reason
 
@@ -118,12 +119,12 @@ def plan_block(
 ) -> DraftPlan:
     """The plan of a block drafter. Raises ValueError for one that the engine cannot run right."""
     config, tensors = block_config(draft.config), draft.tensors
-    _refuse_others(config, tensors)
+    _refuse_others(config, tensors, head)
     refuse_quantised_head(tensors)
     named = {short_name(name): name for name in tensors}
     reader = ConfigReader(config)
     rows = reader.positive_int("block_size", default=16)
-    positions = rows if head.from_anchor else rows - 1
+    positions = rows if head.from_anchor and not head.is_chain else rows - 1
     if not 2 <= rows <= MAX_DRAFT_DEPTH + 1 or positions > MAX_DRAFT_DEPTH:
         raise reader.fail("block_size", f"2 to {MAX_DRAFT_DEPTH + (not head.from_anchor)}")
     given = speculation.of(BlockOptions)
@@ -141,7 +142,9 @@ def plan_block(
         shares_head=not own_head and not vocab_ids,
         quantises_head=target.quantised,
         window=None,
-        shape=given.block(positions, topk, chooses=speculation.chooses_shapes),
+        shape=given.block(
+            positions, 1 if head.is_chain else topk, chooses=speculation.chooses_shapes
+        ),
         drafter=head.drafter,
         options={
             "target_layers": _target_layers(config, target, given.spec_layer_shift),
@@ -164,12 +167,12 @@ def _object(value: object, key: str) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
+def _refuse_others(config: Mapping[str, Any], tensors: Tensors, head: BlockHead) -> None:
     """Raises ValueError for a head whose further parts the engine does not have."""
     named = str(config.get("architectures"))
     found = [kind for part, kind in _OTHERS.items() if has_part(tensors, part) or kind in named]
     found += [f"the layers of {part}" for part in _OTHER_LAYERS if part in named]
-    if config.get("projector_type") is not None:
+    if config.get("projector_type") not in (None, head.projector):
         found.append(f"a projector of type {shown(config['projector_type'])}")
     if config.get("attn_output_gate"):
         found.append("attn_output_gate")
@@ -177,8 +180,8 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
         found.append("LiLiCorr")
     if found:
         raise ValueError(
-            f"the draft has {found[0]}, expected DFlash, JetSpec, DFlash2 or DSpark without "
-            "further parts: without this part the engine would draft other tokens"
+            f"the draft has {found[0]}, expected DFlash, JetSpec, DFlash2, DSpark or Domino "
+            "without further parts: without this part the engine would draft other tokens"
         )
     reader = ConfigReader(config)
     for key in ("rope_is_neox_style", "is_neox_style"):
@@ -191,6 +194,10 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors) -> None:
 def _candidates(given: BlockOptions, head: BlockHead, drafted: int) -> int:
     """The candidates of a position. `drafted`: tokens of the draft's vocabulary."""
     asked = given.spec_topk_per_iter
+    if head.is_chain and asked not in (None, 1):
+        raise ValueError(
+            f"spec_topk_per_iter is {asked}, expected 1: this kind of draft is always a chain"
+        )
     if asked in (None, 1):
         return head.topk if head.fixed_topk else min(head.topk, drafted)
     if head.fixed_topk and asked != head.topk:

@@ -1,6 +1,7 @@
 // C.ops of block drafters, and of a draft that keeps no keys.
 #include "kernels/bind_fields.h"
 #include "kernels/layer/block_conv.h"
+#include "kernels/tree/gru_chain.h"
 #include "kernels/tree/keyless_rows.h"
 #include "kernels/tree/lattice.h"
 #include "kernels/tree/rnn_tree.h"
@@ -61,6 +62,21 @@ void bind_block_ops(py::module_& m) {
           field("predecessors", &Rnn::predecessors), field("successors", &Rnn::successors),
           field("states", &Rnn::states), field("longest", &Rnn::longest),
           option("chain", &Rnn::chain), field("draft", &Rnn::draft));
+  const char* gru_chain_h = "csrc/kernels/tree/gru_chain.h";
+  using Gru = GruCellParams;
+  bind_op(m, "gru_cell", gru_cell, gru_chain_h, py::kw_only(),
+          field("from_input", &Gru::from_input), option("from_state", &Gru::from_state),
+          field("state", &Gru::state), field("copy", &Gru::copy),
+          field("copy_stride", &Gru::copy_stride));
+  using Chain = ChainStepParams;
+  bind_op(
+      m, "chain_step", chain_step, gru_chain_h, py::kw_only(),
+      shaped("candidates", &Chain::candidates, 0, &Chain::num_seqs, &Chain::depth, &Chain::topk),
+      field("level", &Chain::level), field("logprobs", &Chain::logprobs),
+      field("seq_slots", &Chain::seq_slots), field("next_tokens", &Chain::next_tokens),
+      option("fixed", &Chain::fixed), option("moving", &Chain::moving),
+      field("successors", &Chain::successors), field("roots", &Chain::roots),
+      field("tokens", &Chain::tokens), field("draft", &Chain::draft));
 }
 
 }  // namespace cpmcu

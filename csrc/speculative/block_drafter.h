@@ -102,6 +102,8 @@ class BlockDrafter : public Drafter {
   // Whether Candidates::ids are ids of the draft's own vocabulary.
   virtual bool own_ids() const { return false; }
   const int* own_id_map() const { return own_ids() ? id_map_ : nullptr; }
+  // The nodes of the largest tree of this depth.
+  virtual int most_nodes(int depth) const;
   // Added to the scores below a node that is not on the likeliest path.
   virtual float off_path() const { return 0; }
 
@@ -138,7 +140,6 @@ class BlockDrafter : public Drafter {
     Pass pass{};
   };
 
-  int most_nodes(int depth) const;
   bool has_conv() const { return conv_width_ > 0; }
   Layer make_layer(int index);
   Conv make_conv(const std::string& name);

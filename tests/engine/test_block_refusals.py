@@ -36,7 +36,24 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("dflash2", {"dflash_config": {"mask_token_id": None}}),
         "mask_token_id is missing",
     ),
-    "Domino": (Case("dflash", {"dflash_config": {"projector_type": "domino"}}), "(?i)domino"),
+    "a projector": (Case("dflash", {"dflash_config": {"projector_type": "domino"}}), "(?i)domino"),
+    "Domino, other corrected tokens": (
+        Case("domino", {"dflash_config": {"pure_draft_prefix_len": 0}}),
+        "pure_draft_prefix_len is 0, expected 1",
+    ),
+    "Domino, unknown rows": (
+        Case("domino", {"dflash_config": {"shift_label": None}}),
+        "shift_label is missing, expected true or false",
+    ),
+    "Domino, scaled logits": (
+        Case("domino", {"output_multiplier": 0.5}),
+        "output_multiplier is 0.5, expected 1 in a Domino head",
+    ),
+    "Domino, another size": (
+        Case("domino", extra={"prefix_gru.weight_hh_l0": tensor(72, 32, seed=1)}),
+        "gru_hidden_dim is 24, expected 32",
+    ),
+    "Domino, reduced vocabulary": (Case("domino", {"draft_vocab_size": 5}), "d2t is present"),
     "attn_output_gate": (Case("dflash", {"attn_output_gate": True}), "attn_output_gate"),
     "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),
     "LiLiCorr": (Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
@@ -133,8 +150,19 @@ def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
     target, draft = write(tmp_path, case)
     with pytest.raises(ValueError, match=message) as error:
-        load(target, draft.directory, TREE)
+        load(target, draft.directory, {"spec_num_iter": 4} if case.kind == "domino" else TREE)
     assert "\n" not in str(error.value)
+
+
+def test_a_tree_of_a_chain_drafter(tmp_path: Path) -> None:
+    target, draft = write(tmp_path, Case("domino"))
+    for given, message in (
+        ({"spec_topk_per_iter": 4}, "spec_topk_per_iter is 4, expected 1"),
+        ({"spec_num_iter": 3, "spec_tree_size": 9}, "spec_tree_size is 9, expected at most 4"),
+        ({"spec_num_iter": 8}, "is 8, expected at most 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(target, draft.directory, given)
 
 
 DROPPED = {
@@ -145,6 +173,9 @@ DROPPED = {
     "layers.0.mlp_conv.base_kernel": "dflash2",
     "candidate_selector.successor_codebook": "dflash2",
     "markov_head.markov_w2.weight": "dspark",
+    "prefix_gru.weight_ih_l0": "domino",
+    "prefix_gru.weight_hh_l0": "domino",
+    "embed_proj.2.weight": "domino",
     GATE: "dspark",
     RNN: "dspark",
 }
@@ -154,8 +185,8 @@ KEYS = {GATE: {"markov_head_type": "gated"}, RNN: {"markov_head_type": "rnn"}}
 @pytest.mark.parametrize("name", DROPPED)
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     target, draft = write(tmp_path, Case(DROPPED[name], KEYS.get(name, {}), drop=(name,)))
-    with pytest.raises(ValueError, match=name.replace(".weight", "")) as error:
-        load(target, draft.directory, {**TREE, "method": DROPPED[name]})
+    with pytest.raises(ValueError, match=name.removesuffix(".weight")) as error:
+        load(target, draft.directory, {"spec_num_iter": 4, "method": DROPPED[name]})
     assert "\n" not in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Block drafters in plain numpy: the reference of DFlash, JetSpec, DFlash2 and DSpark.
+"""Block drafters in plain numpy: the reference of DFlash, JetSpec, DFlash2, DSpark, Domino.
 
     target = NumpyTarget(fields, weights, np.float64)
     network = NumpyBlock(target, draft.config, draft.weights)
@@ -73,10 +73,14 @@ class NumpyBlock:
         separate = config.get("dspark_bonus_anchor", is_speculators)
         self.from_anchor = config.get("sample_from_anchor", is_dspark and not separate)
         self.depth = self.block_size if self.from_anchor else self.block_size - 1  # D
+        self.first = self.block_size - self.depth  # row that predicts
+        if "projector_type" in config:
+            self.depth, self.first = self.block_size - 1, 0 if config["shift_label"] else 1
         self.layers = [layer + 1 for layer in config.get("target_layer_ids") or []]
         for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
             self.layers = self.layers or config.get(key)
-        self.topk = config.get("selector_top_k", OF_DSPARK if is_dspark else CANDIDATES)
+        is_wide = is_dspark or "projector_type" in config
+        self.topk = config.get("selector_top_k", OF_DSPARK if is_wide else CANDIDATES)
         self.has_pairs = any("codebook" in n or "markov_w1" in n for n in self.weights)
 
     # ---- what config.json says of each layer
@@ -166,7 +170,7 @@ class NumpyBlock:
         `states`: those of the target's layers [T, H], of the tokens before the root.
         """
         rows = self.block(self.embedded(root), self.context(states))
-        return rows[self.block_size - self.depth :]
+        return rows[self.first : self.first + self.depth]
 
     def logits(self, hidden: Array) -> Array:
         """[T, V], or [T, draft vocabulary]."""
@@ -195,6 +199,8 @@ class NumpyBlock:
         tokens = np.vectorize(self.token, otypes=[np.int64])(chosen)
         if self.config.get("markov_head_type") == "rnn":
             return self._rnn_lattice(hidden, logprobs, chosen, tokens, root)
+        if "projector_type" in self.config:
+            return self._domino_lattice(hidden, logprobs, chosen, tokens, root)
         scores = np.empty((self.depth, topk, topk), self.target.dtype)
         for depth in range(self.depth):
             own = logprobs[depth, chosen[depth]]
@@ -221,6 +227,36 @@ class NumpyBlock:
             weight=joint[:, :columns],
         )
         return PathLattice(tokens, rnn.below)
+
+    def _domino_lattice(
+        self, hidden: Array, logprobs: Array, chosen: Array, tokens: Array, root: int
+    ) -> Lattice:
+        embeddings = self.target.weights["model.embed_tokens.weight"]
+
+        @functools.cache
+        def state(path: tuple[int, ...]) -> Array:
+            """After the root and the tokens of a path."""
+            before = state(path[:-1]) if path else np.zeros_like(self._gru[1][0])
+            token = int(tokens[len(path) - 1, path[-1]]) if path else root
+            return gru(embeddings[token], before, *self._gru)
+
+        def below(path: tuple[int, ...]) -> Array:
+            own = np.take_along_axis(logprobs, chosen, -1)[len(path)]
+            logits = own
+            if path:
+                joined = np.concatenate([hidden[len(path)], state(path)])
+                low = self.weights["embed_proj.0.weight"] @ joined
+                low = low / (1 + np.exp(-low))
+                logits = own + self.weights["embed_proj.2.weight"][tokens[len(path)]] @ low
+            rest = max(0.0, 1 - float(np.exp(own).sum()))
+            return logits - np.log(np.exp(logits).sum() + rest)
+
+        return PathLattice(tokens, below)
+
+    @property
+    def _gru(self) -> tuple[Array, Array]:
+        names = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
+        return self.weights[names[0]], self.weights[names[1]]
 
     def _scores(self, own: Array, above: int, below: Array, hidden: Array) -> Array:
         """Log-probabilities of the candidates `below`, rows of a codebook, after token `above`."""
@@ -310,6 +346,18 @@ class NumpyBlock:
             return convolve
 
         return side(0), side(1)
+
+
+def gru(x: Array, state: Array, from_input: Array, from_state: Array) -> Array:
+    """The next state of a GRU without biases, whose rows are in the order of torch.nn.GRU."""
+    size = len(state)
+    of_x, of_state = from_input @ x, from_state @ state
+    reset, keep = (
+        1 / (1 + np.exp(-of_x[i * size : (i + 1) * size] - of_state[i * size : (i + 1) * size]))
+        for i in range(2)
+    )
+    fresh = np.tanh(of_x[2 * size :] + reset * of_state[2 * size :])
+    return (1 - keep) * fresh + keep * state
 
 
 # ---- drafts

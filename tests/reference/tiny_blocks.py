@@ -1,4 +1,4 @@
-"""Writes tiny random block drafters for a tiny target: DFlash, JetSpec, DFlash2 and DSpark.
+"""Writes tiny random block drafters for a tiny target: DFlash, JetSpec, DFlash2, DSpark, Domino.
 
     draft = write_block(tmp_path / "draft", "dspark", target, markov_rank=0)
 
@@ -20,12 +20,13 @@ from tests.reference.tiny_checkpoints import write_safetensors as store
 
 Weights = dict[str, Array]
 
-BLOCKS = ("dflash", "jetspec", "dflash2", "dspark")
+BLOCKS = ("dflash", "jetspec", "dflash2", "dspark")  # those that draft trees
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "jetspec": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "dspark": "Qwen3DSparkModel",
+    "domino": "DFlashDraftModel",
 }
 # Keys of nested objects, by kind.
 NESTED: dict[str, dict[str, Any]] = {
@@ -38,6 +39,14 @@ NESTED: dict[str, dict[str, Any]] = {
         "selector_rank": 16,
         "selector_top_k": 4,
     },
+    "domino": {
+        "target_layer_ids": [0, 1],
+        "projector_type": "domino",
+        "shift_label": True,
+        "pure_draft_prefix_len": 1,
+        "gru_hidden_dim": 24,
+        "emb_dim": 16,
+    },
 }
 # Keys of the top level that differ from the defaults, by kind.
 OWN_KEYS: dict[str, dict[str, Any]] = {
@@ -46,6 +55,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
     },
     "jetspec": {},
+    "domino": {},
     "dflash2": {
         "layer_types": ["sliding_attention", "sliding_attention"],
         "sliding_window": 20,
@@ -169,6 +179,12 @@ def block_weights(
         weights |= _selector(config, target, matrix)
     if kind == "dspark":
         weights |= _dspark(config, target, matrix)
+    if kind == "domino":
+        state, width = stated(config, "gru_hidden_dim"), stated(config, "emb_dim")
+        weights["prefix_gru.weight_ih_l0"] = matrix(3 * state, hidden, 2.0)
+        weights["prefix_gru.weight_hh_l0"] = matrix(3 * state, state, 2.0)
+        weights["embed_proj.0.weight"] = matrix(width, hidden + state, 4.0)
+        weights["embed_proj.2.weight"] = matrix(target.config["vocab_size"], width)
     if drafted := stated(config, "draft_vocab_size"):
         vocab = target.config["vocab_size"]
         chosen = np.sort(np.random.default_rng(drafted).choice(vocab, drafted, replace=False))
@@ -216,7 +232,7 @@ def _dspark(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) -> W
 def block(
     kind: str, target: TinyCheckpoint, seed: int = 1, **overrides: Any
 ) -> tuple[dict[str, Any], Weights]:
-    """Config and tensors of a draft of one of BLOCKS."""
+    """Config and tensors of a draft of one of ARCHITECTURES."""
     config = block_config(kind, target, **overrides)
     return config, block_weights(kind, config, target, seed)
 
@@ -234,7 +250,7 @@ def write_block(
     rename: Mapping[str, str] | None = None,
     **overrides: Any,
 ) -> TinyCheckpoint:
-    """Writes config.json and model.safetensors of a draft of one of BLOCKS.
+    """Writes config.json and model.safetensors of a draft of one of ARCHITECTURES.
 
     `overrides` change the config and with it the tensors, `drop` and `extra` only the tensors.
     `prefix` and `rename` (old part of a name -> new) change their names in the file alone.

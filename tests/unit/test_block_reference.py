@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reference.block_draft import Lattice, NumpyBlock, log_softmax
+from tests.reference.block_draft import Lattice, NumpyBlock, gru, log_softmax
 from tests.reference.numpy_drafts import NumpyTarget
 from tests.reference.tiny_blocks import BLOCKS, write_block
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
@@ -131,6 +131,43 @@ def test_states_follow_the_formula(target: TinyCheckpoint, tmp_path: Path) -> No
         below[gate] = [lattice.below(path) for path in ((0, 5, 1), (2, 5, 1))]
     assert np.allclose(*below[50.0], atol=1e-12, rtol=0)
     assert np.abs(np.subtract(*below[-50.0])).max() > 1e-3
+
+
+def test_a_domino_head_without_correction_is_dflash(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """W2 = 0 leaves the logits of the block. The first token is never corrected."""
+    drafter, states = network(target, write_block(tmp_path / "d", "domino", target))
+    lattice = drafter.lattice(states, ROOT)
+    paths = ((), (0,), (3, 1), (0, 2, 5))
+    corrected = [lattice.below(path) for path in paths]
+    moved = np.abs(lattice.below((0, 1)) - lattice.below((2, 1))).max()
+    assert moved > 0.05  # the state depends on the path
+    drafter.weights["embed_proj.2.weight"][...] = 0
+    logprobs = log_softmax(drafter.logits(drafter.hidden(states, ROOT)))
+    zero = drafter.lattice(states, ROOT)
+    for path, scores in zip(paths, corrected):
+        own = -np.sort(-logprobs[len(path)])[: zero.tokens.shape[1]]
+        assert np.allclose(zero.below(path), own, atol=1e-12, rtol=0)
+        assert (np.abs(scores - own).max() > 0.05) == (len(path) > 0)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_rows_of_a_domino_head(shifted: bool, target: TinyCheckpoint, tmp_path: Path) -> None:
+    """All tokens but one: the last row, or the root's row, does not predict."""
+    made = write_block(tmp_path, "domino", target, dflash_config={"shift_label": shifted})
+    drafter, states = network(target, made)
+    rows = drafter.block(drafter.embedded(ROOT), drafter.context(states))
+    expected = rows[:-1] if shifted else rows[1:]
+    assert np.array_equal(drafter.hidden(states, ROOT), expected) and len(expected) == 7
+
+
+def test_a_gru_follows_the_formula() -> None:
+    """Of one value, by hand; a kept state does not change."""
+    ours = gru(np.array([0.5]), np.array([0.3]), *np.array([[[0.2], [0.4], [0.6]]] * 2))
+    reset, keep = (1 / (1 + np.exp(-weight * 0.8)) for weight in (0.2, 0.4))
+    fresh = np.tanh(0.6 * 0.5 + reset * 0.6 * 0.3)
+    assert np.allclose(ours, (1 - keep) * fresh + keep * 0.3, atol=1e-15)
+    kept = gru(np.array([1.0]), np.array([0.3]), np.array([[1.0], [50], [1]]), np.zeros((3, 1)))
+    assert np.allclose(kept, 0.3, atol=1e-15)
 
 
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ METHODS = {
     "jetspec": "dflash",
     "dflash2": "dflash2",
     "dspark": "dspark",
+    "domino": "domino",
     "dspark_gated": "dspark",
     "dspark_rnn": "dspark",
 }

@@ -104,7 +104,7 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
         (
             "eagle",
             {"drop": ("fc.weight",)},
-            "expected a draft of one of the kinds: dflash, dflash2, dspark, eagle, eagle3",
+            "expected a draft of one of the kinds: dflash, dflash2, domino, dspark, eagle",
         ),
     ],
 )

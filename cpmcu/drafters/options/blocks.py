@@ -80,3 +80,9 @@ class DFlash2Options(BlockOptions):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkOptions(BlockOptions):
     """Options of DSpark heads."""
+
+
+@register_options("domino")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DominoOptions(BlockOptions):
+    """Options of Domino heads."""
