@@ -33,7 +33,8 @@ from setuptools import __version__ as setuptools_version
 from setuptools.command.build_ext import build_ext
 
 # The table of GPU architectures. An 'a' architecture has instructions of that chip only. Files
-# named *_sm90.cu need it. Its PTX does not run on other chips, so only a plain number embeds PTX.
+# named *_sm90.cu need it, and files named *_sm80.cu are for all others. Its PTX does not run on
+# other chips, so only a plain number embeds PTX.
 ARCHS = {"80": "A100", "86": "RTX 30, A10", "87": "Orin", "89": "RTX 40, L4, L40S"}
 ARCHS |= {"90": "Hopper without wgmma", "90a": "H100, H200", "100": "B200", "120": "RTX 50"}
 
@@ -148,6 +149,7 @@ def configure():
     out, py = f"build/{tag}", "py{}{}".format(*sys.version_info)
     common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g1' if sanitize else '-O3'} -Icsrc"
     common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
+    common += " -DCPMCU_SM80=1" * any(arch != "90a" for arch in archs)
     common += " -DCPMCU_TRACE=1" * trace
     asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
     host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"
@@ -177,7 +179,7 @@ def configure():
     }
     objects = []
     for source in sorted(p for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".cu")):
-        fits = [a for a in archs if a == "90a" or "_sm90" not in source.stem]
+        fits = [a for a in archs if not source.stem.endswith("_sm80" if a == "90a" else "_sm90")]
         host_only = source.suffix == ".cpp" or source in flags_of
         if source in joined or not (host_only or fits):
             continue

@@ -9,12 +9,14 @@
 
 namespace cpmcu {
 
-#ifdef CPMCU_WITH_CUDA
 namespace cuda {
+#ifdef CPMCU_SM80
 void fused_layer_sm80(const Context& ctx, const FusedLayerParams& params);
-void fused_layer_sm90(const Context& ctx, const FusedLayerParams& params);
-}  // namespace cuda
 #endif
+#ifdef CPMCU_SM90
+void fused_layer_sm90(const Context& ctx, const FusedLayerParams& params);
+#endif
+}  // namespace cuda
 
 int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_WITH_CUDA
@@ -136,16 +138,15 @@ void multiply(const Context& ctx, const FusedGemm& gemm) {
 
 void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   check_fused_layer(params);
-#ifdef CPMCU_WITH_CUDA
   // packed_gemm adds in another order, so the choice must not depend on the number of rows.
   const FusedGemm& first = params.gemms.front();
   const bool is_alone = params.gemms.size() == 1 && !first.is_dense() && params.rotary.qkv.empty();
-  const FusedForms forms = fused_forms(ctx);
+  [[maybe_unused]] const FusedForms forms = is_alone ? FusedForms::kNone : fused_forms(ctx);
 #ifdef CPMCU_SM90
-  if (forms == FusedForms::kAll && !is_alone) return cuda::fused_layer_sm90(ctx, params);
+  if (forms == FusedForms::kAll) return cuda::fused_layer_sm90(ctx, params);
 #endif
-  if (forms == FusedForms::kFourBits && !first.is_dense() && fuses(forms, first.packed.layout) &&
-      !is_alone) {
+#ifdef CPMCU_SM80
+  if (forms == FusedForms::kFourBits && !first.is_dense() && fuses(forms, first.packed.layout)) {
     return cuda::fused_layer_sm80(ctx, params);
   }
 #endif

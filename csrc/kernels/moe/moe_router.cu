@@ -165,6 +165,17 @@ __device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
 
 // ---- kernels
 
+// Loads the norm weights of this thread's columns.
+template <typename T>
+__device__ __forceinline__ void load_norm_weights(Vec16<T> (&to)[kVirtual],
+                                                  const RouterArgs& args) {
+#pragma unroll
+  for (int i = 0; i < kVirtual; ++i) {
+    const int column = (i * kThreads + static_cast<int>(threadIdx.x)) * 8;
+    if (column < args.k) to[i] = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
+  }
+}
+
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 tokens: m <= 8 kGroups
           int kHeld,    // as in choose
@@ -197,15 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load_weights(weights[u], (u * kWarps + warp) * kChunk);
   [[maybe_unused]] Vec16<T> norm_weights[kVirtual];
-  if constexpr (kNorms) {
-#pragma unroll
-    for (int i = 0; i < kVirtual; ++i) {
-      const int column = ((i * kWarps + warp) * 32 + lane) * 8;
-      if (column < args.k) {
-        norm_weights[i] = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
-      }
-    }
-  }
+  if constexpr (kNorms) load_norm_weights(norm_weights, args);
   // A thread with a logit has the column threadIdx.x % 16 of this CTA.
   const int own_row = n0 + static_cast<int>(threadIdx.x) % 16;
   const float bias = args.bias != nullptr && own_row < end

@@ -168,6 +168,14 @@ __device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
   if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
 }
 
+// Requests the biases of a tile, by a warp. They are complete with the first block.
+template <typename T>
+__device__ __forceinline__ void copy_bias(T* to, const ExpertArgs& args, int expert, int tile) {
+  const int place = threadIdx.x % 32 * 8, row = tile * kTileRows + place;
+  ptx::cp_async16_if(place < kTileRows && row < args.n, ptx::shared_address(to + place),
+                     static_cast<const T*>(args.bias) + int64_t{expert} * args.n + row);
+}
+
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
           typename Unpacker>
@@ -193,11 +201,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
   const int first_k_block = split + max(num_blocks - 1, 0) * splits;
   T* const bias = reinterpret_cast<T*>(partial + kWarps * args.partial_pairs * kPartialStride);
   if (args.bias != nullptr && split == 0 && has_rows) {
-    // It is complete with the first block.
-    const int row = tile * kTileRows + lane * 8;
-    ptx::cp_async16_if(lane < kTileRows / 8 && row < args.n,
-                       ptx::shared_address(bias + (warp >> args.split_bits) * kTileRows + lane * 8),
-                       static_cast<const T*>(args.bias) + int64_t{span.expert} * args.n + row);
+    copy_bias(bias + (warp >> args.split_bits) * kTileRows, args, span.expert, tile);
   }
   TileCopies<Unpacker, kStages<Unpacker, kGroups>> copies(
       stages, all.stages,

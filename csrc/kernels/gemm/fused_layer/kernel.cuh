@@ -150,9 +150,6 @@ template <typename Mainloop>
 __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) fused_layer_kernel(
     const __grid_constant__ FusedLayerArgs args,
     const __grid_constant__ AttentionArgs<typename Mainloop::Element> attention) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only fused_layer_sm90.cu's kernels run there
-  if constexpr (!Mainloop::Copies::kHopper) return;
-#endif
   using T = typename Mainloop::Element;
   using Ring = Ring<Mainloop>;
   constexpr int kGroups = Mainloop::kGroups;
