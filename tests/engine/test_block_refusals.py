@@ -53,6 +53,14 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("domino", extra={"prefix_gru.weight_hh_l0": tensor(72, 32, seed=1)}),
         "gru_hidden_dim is 24, expected 32",
     ),
+    "Domino, a state that no kernel reads": (
+        Case("domino", {"dflash_config": {"gru_hidden_dim": 20}}),
+        "a state of 20 and a projection of 16 values, expected multiples of 8",
+    ),
+    "an rnn Markov head of an odd rank": (
+        Case("dspark", {"markov_head_type": "rnn", "markov_rank": 12}),
+        "has rank 12, expected a multiple of 8, at most 1024",
+    ),
     "Domino, reduced vocabulary": (Case("domino", {"draft_vocab_size": 5}), "d2t is present"),
     "attn_output_gate": (Case("dflash", {"attn_output_gate": True}), "attn_output_gate"),
     "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),

@@ -16,13 +16,14 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline float or_none(float score) { return std::isnan(score) ? kNone : score; }
 
-// Row `row` of a matrix as float32, or zeros if the row is negative.
-inline std::vector<float> row_of(const Tensor& matrix, int64_t row) {
-  const int64_t columns = matrix.size(1);
+// The first `columns` values (0: all) of row `row` of a matrix as float32, or zeros if the row is
+// negative.
+inline std::vector<float> row_of(const Tensor& matrix, int64_t row, int64_t columns = 0) {
+  if (columns == 0) columns = matrix.size(1);
   std::vector<float> values(static_cast<size_t>(columns));
   if (row < 0) return values;
   dispatch_host_dtype(matrix.dtype(), [&](auto t) {
-    const auto* from = matrix.as<decltype(t)>() + row * columns;
+    const auto* from = matrix.as<decltype(t)>() + row * matrix.size(1);
     for (int64_t i = 0; i < columns; ++i) values[static_cast<size_t>(i)] = to_float(from[i]);
   });
   return values;

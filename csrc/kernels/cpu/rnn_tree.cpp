@@ -85,8 +85,9 @@ class RnnTree {
   std::vector<float> joint(int64_t position, int token, const std::vector<float>& state) const {
     const std::vector<float> predecessor = row_of(p_.predecessors, token);
     std::vector<float> z(3 * rank_);
+    const auto columns = static_cast<int64_t>(2 * rank_);
     for (size_t row = 0; row < z.size(); ++row) {
-      const std::vector<float> weight = row_of(p_.weight, static_cast<int64_t>(row));
+      const std::vector<float> weight = row_of(p_.weight, static_cast<int64_t>(row), columns);
       z[row] = p_.inputs.as<float>()[static_cast<size_t>(position) * z.size() + row];
       for (size_t i = 0; i < rank_; ++i) {
         z[row] += weight[i] * state[i] + weight[rank_ + i] * predecessor[i];

@@ -25,8 +25,9 @@ class DominoDrafter : public BlockDrafter {
       : BlockDrafter(spec, target, "Domino", {"state_size", "projection_size"}),
         state_size_(spec.options.integer("state_size", 0)),
         projection_size_(spec.options.integer("projection_size", 0)) {
-    CHECK(state_size_ >= 1 && projection_size_ >= 1,
-          "the draft has a state of {} and a projection of {} values, expected 1 or more",
+    CHECK(state_size_ >= 8 && state_size_ % 8 == 0 && projection_size_ >= 8 &&
+              projection_size_ % 8 == 0,
+          "the draft has a state of {} and a projection of {} values, expected multiples of 8",
           state_size_, projection_size_);
   }
 

@@ -35,8 +35,9 @@ class DSparkDrafter : public BlockDrafter {
     CHECK(num_successors_ == drafted || num_successors_ == target.vocab_size,
           "the draft's markov_w2 has {} rows, expected {}, a row for each drafted token",
           num_successors_, drafted);
-    CHECK(!rnn_ || codebooks_.rank() <= kMaxRnnRank,
-          "the draft's rnn Markov head has rank {}, expected at most {}", codebooks_.rank(),
+    const int rank = codebooks_.rank();
+    CHECK(!rnn_ || (rank % 8 == 0 && rank <= kMaxRnnRank),
+          "the draft's rnn Markov head has rank {}, expected a multiple of 8, at most {}", rank,
           kMaxRnnRank);
   }
 
