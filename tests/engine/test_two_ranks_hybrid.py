@@ -137,7 +137,7 @@ def test_state_is_divided(models: Models) -> None:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("qwen3_5", "mtp"), ("qwen3_5", "mtp_filled"), ("qwen3_5", "ngram"), ("experts", "mtp")]
-    + ([] if SMALL else [("qwen3_next", "mtp"), ("qwen3_5", "dspark")]),
+    + ([] if SMALL else [("qwen3_next", "mtp"), ("qwen3_5", "dspark"), ("qwen3_5", "domino")]),
 )
 def test_speculation(models: Models, family: str, kind: str, tree: str) -> None:
     drive = Drive(models.drafted(kind, family, TREES[tree]), ahead=2)
