@@ -44,7 +44,7 @@ def limits() -> str:
 
     return HEADER + _formatted(
         f'''
-"""What the numbers of C.ModelSpec may be: csrc/core/model_limits.h."""
+"""Ranges of the numbers in C.ModelSpec, from csrc/core/model_limits.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts 4-bit GPTQ weights to CPM.cu's Marlin files (CPM.cu's name of the program).
+"""Converts 4-bit GPTQ weights to CPM.cu's Marlin files. CPM.cu has a program of this name.
 
     python scripts/gptq2marlin.py --src DIR --dst DIR2
 

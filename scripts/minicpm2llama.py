@@ -1,4 +1,4 @@
-"""Converts a MiniCPM to a Llama with the same function (CPM.cu's name of the program).
+"""Converts a MiniCPM to a Llama that computes the same. CPM.cu has a program of this name.
 
     python scripts/minicpm2llama.py --src DIR --dst DIR2
 

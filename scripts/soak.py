@@ -4,8 +4,8 @@
 
 Each client sends one request after another: chat or completion, streamed or whole, prompts from one
 token to most of the context, all kinds of parameters, some of them invalid. A client disconnects
-from every third request before its end. Afterwards the checks are: no slot and no KV page is in
-use, the log has no error, memory has not grown by more than noise, and a fixed request gives the
+from every third request before its end. Afterwards no slot and no KV page may be in use, the log
+may have no error, and memory may not have grown by more than noise. A fixed request must give the
 same text as before. If all checks pass, the exit status is 0.
 
 The prefix cache has 0.25 GB of host memory, unless --prefix-cache-host-gb is given. A larger tier

@@ -49,7 +49,7 @@ class NeedleText:
 
 
 def statement(name: str, number: str) -> str:
-    """What the text says of a name; it follows a word."""
+    """Returns the sentence that gives a name its number, for insertion after a word."""
     return f" {name} {number}."
 
 

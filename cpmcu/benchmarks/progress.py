@@ -1,4 +1,4 @@
-"""What a benchmark is doing, on stderr, if that is a terminal.
+"""Shows the progress of a benchmark on stderr, if stderr is a terminal.
 
 No bar is drawn while steps are timed: its thread would take time from them.
 """

@@ -74,7 +74,7 @@ _OTHER_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class BlockHead:
-    """What the kinds of block drafters add to the common network."""
+    """Settings that differ between the kinds of block drafters."""
 
     options: Mapping[str, Any]  # of the C++ drafter
     from_anchor: bool  # the root's row predicts the first token

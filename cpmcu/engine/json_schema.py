@@ -155,7 +155,7 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def _target(reference: str, root: Any) -> Any:
-    """What a reference refers to within `root`; None if there is no such place."""
+    """Returns the value within `root` that a `$ref` names; None if there is none."""
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")

@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def slot(self) -> int:
-        """Its slot of the engine."""
+        """The sequence's slot in the engine."""
         return self.lease.slot
 
     @property

@@ -84,9 +84,9 @@ def load_model(
     Without `reads_weights`, the engine has its memory plan and no weights. `plans_for`: the plan is
     that of a device of this compute capability (89 for 8.9; 0: the CPU), and nothing is allocated.
 
-    Raises FileNotFoundError for a missing model or file, ValueError for a damaged or unsupported
-    config or checkpoint, MemoryError if the model does not fit into memory, and RuntimeError if
-    device "cuda" is not available.
+    Raises FileNotFoundError for a missing model or file, and ValueError for a damaged or
+    unsupported config or checkpoint. Raises MemoryError if the model does not fit into memory, and
+    RuntimeError if device "cuda" is not available.
     """
     directory = resolve_model(model, config.revision)
     if plans_for is None:

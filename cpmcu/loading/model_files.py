@@ -1,4 +1,4 @@
-"""What a model is made of: its configs, tokenizer, chat template and tensors.
+"""The files of a model: its configs, tokenizer, chat template and tensors.
 
 A model is named by a path. `model_files` opens it: a directory in Hugging Face format, or one GGUF
 file, whose metadata answers in place of the JSON files.

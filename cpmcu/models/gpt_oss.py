@@ -33,7 +33,10 @@ _STACK = re.compile(r"^(?P<experts>.*\.mlp\.experts\.)(?P<part>gate_up_proj|down
 
 
 def gpt_oss_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """mlp.router -> mlp.gate; the experts' stacks [E, K, N] of 16 bits, transposed, one by one"""
+    """Renames mlp.router to mlp.gate, and divides a stack of experts into its matrices.
+
+    A stack of 16 bits is [E, K, N]. The engine reads each expert's matrix transposed, as [N, K].
+    """
     name = name.replace(".mlp.router.", ".mlp.gate.")
     stack = _STACK.match(name)
     if stack is None or not fields.layers:

@@ -25,7 +25,7 @@ _OUTPUT_NORMS = {
 
 
 def olmo_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """post_attention_layernorm -> attention_output_norm, post_feedforward_ -> mlp_output_norm"""
+    """Renames the two post-norms to the engine's output norms."""
     for own, engine in _OUTPUT_NORMS.items():
         name = name.replace(own, engine)
     return canonical_names(name, fields)

@@ -41,9 +41,9 @@ def int8_part(
 ) -> Part:
     """The modules with 8-bit weights. `version`: of GPTQ's zero points (packing.pack_gptq_zeros).
 
-    Raises ValueError for sizes that are no multiples of 8, for scales that are missing or not
-    float16 or bfloat16, and for matrices of which only some have a single scale. The part's
-    `verify` raises ValueError for scales that are not finite.
+    Raises ValueError for sizes that are not multiples of 8, and for scales that are missing or
+    neither float16 nor bfloat16. Either all matrices have a single scale each, or none has. The
+    part's `verify` raises ValueError for scales that are not finite.
     """
     words, scales = form.value
     dtype = stated_scales(tensors, [module + scales for module in modules])

@@ -44,7 +44,7 @@ Item = PrefillProgress | StreamChunk
 
 
 class Host(Protocol):
-    """What a generation asks of the server: the model, admission, and counting."""
+    """The part of the server that a generation uses: the model, admission, and counting."""
 
     metrics: Metrics
 

@@ -150,10 +150,10 @@ def _from_gbnf(text: str) -> str:
 
 
 def of_arguments(parameters: dict[str, Any]) -> Grammar:
-    """Returns the grammar of a call's arguments, which are an object whatever the schema says.
+    """Returns the grammar of a call's arguments, which are always an object.
 
-    White space is not allowed: a weak model may generate it without end. Raises ApiError (400) for
-    a schema of another type.
+    If the schema has no type, it gets type object. If its type excludes objects, ApiError (400) is
+    raised. White space is not allowed: a weak model may generate it without end.
     """
     stated = parameters.get("type", "object")
     if "object" not in (stated if isinstance(stated, list) else [stated]):

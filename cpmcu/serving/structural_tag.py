@@ -196,7 +196,7 @@ class _Builder:
     # ---- parts of an expression
 
     def _after_begin(self, tag: Object, ends: Ends) -> str:
-        """What follows the beginning of a tag."""
+        """Returns the expression of a tag's content and end."""
         if isinstance(tag.get("end"), list):
             closing = tuple(_texts(tag, "end", empty=True))
         else:

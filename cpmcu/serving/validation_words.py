@@ -7,7 +7,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# What a value of the wrong type must be. The codes are pydantic's.
+# pydantic's code of a type error -> the expected type, in words.
 _TYPES = {
     "bool_type": "true or false",
     "dict_type": "a JSON object",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cpmcu.tokenizer import Tokenizer
 
-_SOUGHT_BYTES = 256  # bytes of a growing text after which its place in the output is settled
+_SOUGHT_BYTES = 256  # after these bytes of a text, its place in the output no longer changes
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -84,7 +84,8 @@ class TokensUpTo:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._ends: list[int] = []  # end of each token, in bytes of the output
-        self._output = self._text = b""  # first bytes of both, until the text's place is settled
+        # The beginnings of both, until the text has enough bytes to be found in the output.
+        self._output = self._text = b""
         self._begin = 0  # of the text, in bytes of the output
         self._length = 0
 

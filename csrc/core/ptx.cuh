@@ -96,7 +96,7 @@ __device__ __forceinline__ bool is_elected() {
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine (TMA). A CTA barrier must follow.
+// Makes initialised barriers visible to TMA. A CTA barrier must follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -185,8 +185,8 @@ __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int byte
       "r"(bytes)
       : "memory");
 }
-// Bulk copy of contiguous memory (16-byte aligned, a multiple of 16 bytes) by the copy engine. One
-// thread issues it; its bytes count on the barrier. For weights: one copy for each weight block.
+// TMA copy of contiguous memory (16-byte aligned, a multiple of 16 bytes), such as a weight block.
+// One thread issues it. Its bytes count on the barrier.
 __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -210,7 +210,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
-// Makes writes that load_acquire made visible to this thread visible to the copy engine.
+// Makes writes that load_acquire made visible to this thread visible to TMA.
 __device__ __forceinline__ void copy_engine_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -296,7 +296,7 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_
   return out;
 }
 
-// Shared memory accesses by address, for buffers that the copy engine or other CTAs fill. They are
+// Shared memory accesses by address, for buffers that TMA or other CTAs fill. They are
 // volatile: the compiler neither moves nor caches them.
 __device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
   uint4 v;
@@ -423,7 +423,7 @@ __device__ __forceinline__ void prefetch_map(const void* map) {
 
 // ---- wgmma: asynchronous matrix multiplication by a warpgroup
 
-// Makes this thread's writes to shared memory visible to wgmma and the copy engine.
+// Makes this thread's writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void shared_copy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -483,8 +483,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // The offset of a 16-byte chunk of a row in panels [kRows][128 bytes] with 128-byte swizzle, which
-// the copy engine writes and wgmma reads. A chunk has kUnits units; the offset is in units. Chunks
-// of the same index in 8 consecutive rows are in 8 different bank groups.
+// TMA writes and wgmma reads. A chunk has kUnits units; the offset is in units. Chunks of the same
+// index in 8 consecutive rows are in 8 different bank groups.
 template <int kRows, int kUnits = 16>
 __device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;

@@ -37,7 +37,7 @@ class Engine {
  public:
   static constexpr int kMaxInFlight = 8;  // steps enqueued and not collected
 
-  // What a step emitted for one sequence.
+  // The output of a step for one sequence.
   struct SlotOutput {
     int slot = 0;
     std::vector<int> tokens{};

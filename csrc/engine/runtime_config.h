@@ -26,7 +26,7 @@ struct RuntimeConfig {
   bool cuda_graph = true;
   int num_threads = 0;                    // CPU back end; 0: OMP_NUM_THREADS, or all cores
   std::vector<std::string> cublas_paths;  // folders to look for libcublasLt in first
-  // Which drafted tokens are accepted: target_match, greedy, topp. The last two change the text.
+  // The rule that accepts drafted tokens: target_match, greedy, topp. The last two change the text.
   std::string verify_strategy = "target_match";
   int verify_window = 0;  // of topp, as in AcceptTreeParams
 };

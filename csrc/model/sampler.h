@@ -31,7 +31,8 @@ struct SamplingConfig {
   int max_tokens = 1 << 30;
 };
 
-// Which drafted tokens a decode step accepts. All but kTargetMatch are lossy: they change the text.
+// The rule by which a decode step accepts drafted tokens. All but kTargetMatch are lossy: they
+// change the text.
 enum class VerifyStrategy {
   kTargetMatch,  // tokens that the target draws
   kGreedy,       // the most likely tokens; each draw takes the most likely one, too

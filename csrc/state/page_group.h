@@ -45,7 +45,7 @@ class PageGroup {
   bool reserve(int slot, int length, int num_entries, uint64_t num_steps);
   // The pages that `reserve` would lack, even after the steps in flight. 0: none.
   int num_missing(int slot, int length, int num_entries) const;
-  // Gives a slot without pages those of other owners, from page `first` of the sequence on. The
+  // Adds pages that have other owners to a slot without pages, as its pages from `first` on. The
   // slot must never write to them.
   void share(int slot, int first, const std::vector<int>& pages);
   void release(int slot, uint64_t num_steps);  // all pages of the slot

@@ -1,4 +1,4 @@
-// Which pages each sequence slot has, on the host and on the device, for all models of an engine.
+// The pages of each sequence slot, on the host and on the device, for all models of an engine.
 //
 // Layers with the same window are a group with pages and a page table of its own. Group 0 has the
 // layers without a window, of the target and of its drafts. Page p of every plane of a group

@@ -6,7 +6,7 @@ cost of a graph launch is paid once a step. The roofline is the read bandwidth o
 (the higher of skinny_gemm and silu_mul). Prefill is timed in TFLOP/s over the unmasked entries.
 
 Decode is timed for one token, for a chain of 32 tokens, and for the verification of a tree of 32
-tokens (by_position), whose outputs must be bit-identical to plain decoding.
+tokens (by_position). The outputs of the tree must be bit-identical to plain decoding.
 
 With --fp8, the cache has e4m3 codes and their scales.
 

@@ -5,10 +5,11 @@
 Without --model it takes a shipped model and its draft. `python -m scripts.synthetic --acceptance P`
 writes pairs of known acceptance. With --draft-only it writes one more draft of the same target.
 
-All runs decode the same greedy text. A step counts while all sequences run. One line per draft and
-number of sequences: tokens/s of each fixed shape, of the chooser for the first --first tokens of a
-sequence and after them, and its share of the best fixed shape's tokens/s after them. The engine is
-new for each draft, so its first runs with the chooser learn the draft, too. Fixed shapes run last.
+All runs decode the same greedy text. A step counts while all sequences run. Each draft and number
+of sequences has one line: tokens/s of the chooser and of each fixed shape. Rates are counted after
+the first --first tokens of a sequence. The chooser has a rate of the first tokens, too. A share is
+the chooser's rate divided by that of the best fixed shape. The engine is new for each draft, so its
+first runs with the chooser learn the draft, too. Fixed shapes run last.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 There is a line for each row count.
 
-First come single GEMMs, with lm_head in 16 bits. Then come the GEMMs of a layer (o, gate and up,
-down, the next qkv) with their norms, as separate launches and as one, in 4 bits and in 16.
+First come single GEMMs, with lm_head in 16 bits. Then come the GEMMs of a layer with their norms:
+o, gate and up, down, and the next qkv. They run as separate launches and as one, in 4 and 16 bits.
 
 Launches are replayed as one graph. Each launch reads another copy of the weights (more than 1 GB in
 all), so no weights are in L2. The roofline is the read bandwidth measured in this run. If torch is
-installed, its cuBLAS is timed on the same GEMMs in float16, and the geometric mean of a layer's
-ratios is printed for each number of rows. The 4-bit GEMMs are also timed with the rows of a prompt,
+installed, its cuBLAS is timed on the same GEMMs in float16. Each number of rows then gets the
+geometric mean of a layer's ratios. The 4-bit GEMMs are also timed with the rows of a prompt,
 in TFLOP/s.
 
     python scripts/bench/bench_w4.py [--bits 4] [--dtype float16] [--json]

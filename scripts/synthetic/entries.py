@@ -52,7 +52,7 @@ def dense_entries(name: str, rows: int, columns: int, entries: Entries) -> Tenso
 def entries_in_4_bits(
     module: str, rows: int, columns: int, entries: Entries
 ) -> Iterator[TensorSpec]:
-    """The same in 4 bits. If a group has a chosen element, its other elements are zero."""
+    """Entries in 4 bits. If a group has a chosen element, its other elements are zero."""
     noise = NOISE / math.sqrt(columns) / LEVELS_STD
     row, column = entries.rows, entries.columns
     group = column // GROUP_SIZE

@@ -6,8 +6,8 @@
 Linear layers get 4 bits. Embedding, output head, norms and biases are unchanged. The layers are
 quantised in forward order, each with the inputs that the quantised earlier layers produce. The
 inputs come from windows of the training files; held-out files are only for evaluation. A head is
-calibrated on the hidden states of --target (so pass the quantised one) and, from the second step
-of a chain on, on its own outputs.
+calibrated on the hidden states of --target, so pass the quantised model. From the second step of a
+chain on, it is calibrated on its own outputs.
 """
 
 from __future__ import annotations

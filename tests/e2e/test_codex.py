@@ -45,7 +45,7 @@ def program():
 
 
 def test_codex(program, tmp_path):
-    """It reads the models, sends a task, runs the command of the call, and tells the answer."""
+    """Codex reads the models, sends a task, runs the command of the call, and prints the answer."""
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()

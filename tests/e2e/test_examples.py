@@ -1,4 +1,4 @@
-"""The examples run. Those that need another model are checked without it."""
+"""The examples run. If an example needs another model, it is checked without that model."""
 
 from __future__ import annotations
 

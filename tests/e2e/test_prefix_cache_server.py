@@ -1,4 +1,4 @@
-"""What clients see of the prefix cache: usage, metrics, salts, resets, and the same text."""
+"""The prefix cache as clients see it: usage, metrics, salts, resets, and the same text."""
 
 from __future__ import annotations
 

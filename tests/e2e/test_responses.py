@@ -151,7 +151,7 @@ def test_incomplete_responses(scripted):
 
 
 def test_log_probabilities(scripted):
-    """They are those of the text alone: not of reasoning and of the end of the sequence."""
+    """Only tokens of the text have them, not those of reasoning and not the end of the sequence."""
     reply = ask(scripted, "think", include=["message.output_text.logprobs"], top_logprobs=2)
     part = reply.output[1].content[0]
     joined = b"".join(bytes(entry.bytes) for entry in part.logprobs)

@@ -214,7 +214,7 @@ def test_delete_ends_a_response(few):
 
 
 def test_a_client_that_leaves(few):
-    """Its response is cancelled and stored."""
+    """The response of a client that leaves is cancelled and stored."""
     with httpx.stream("POST", few.url + PATH, json={**LONG, "stream": True}, timeout=60) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith("data:"))
         id = json.loads(next(lines)[6:])["response"]["id"]

@@ -179,7 +179,7 @@ def test_flags_of_log_probabilities(behind_a_proxy):
 
 
 def test_named_tokens_in_place_of_the_likeliest(client):
-    """Their log-probabilities are those that all of the likeliest tokens have, too."""
+    """A named token has the log-probability that it has among the likeliest tokens."""
     body = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     first = complete(client, logprobs=20, **body).choices[0]
     top = first.logprobs.top_logprobs[0]

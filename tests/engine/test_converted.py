@@ -79,7 +79,7 @@ def accepted(target: Path, draft: Path) -> list[int]:
     ("family", "write"), [("minicpm", write_gptq_eagle), ("llama", write_gptq_eagle3)]
 )
 def test_same_drafts(tmp_path: Path, family: str, write: Any) -> None:
-    """Some drafted tokens are right by chance. Which ones depends on the draft."""
+    """Random drafts are right by chance only. So equal acceptance needs equal drafts."""
     sizes = {**SIZES_OF_HEADS, "vocab_size": VOCAB, "num_hidden_layers": 4}
     write_tiny(tmp_path / "target", family, **sizes)
     counts = []

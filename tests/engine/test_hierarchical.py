@@ -129,7 +129,10 @@ def test_it_drafts_what_its_model_drafts(models: Models, head: str, passes: int,
 
 @pytest.mark.parametrize("fill", [None, "ngram"])
 def test_inner_steps_are_counted(models: Models, fill: str | None) -> None:
-    """Those that drafted tokens, and their tokens. The first pass drafts one more token."""
+    """The counts are of inner steps that drafted tokens, and of these tokens.
+
+    The first pass of the small model drafts one more token.
+    """
     engine, ids = Drafted(models).headed(num_model_steps=4, fill=fill), text_of(100)
     slot = engine.add_sequence(sampling(max_tokens=60), ids)
     assert engine.reserve(slot, len(ids) + 100)

@@ -17,7 +17,7 @@ from tests.reference.tiny_w4 import SIZES, quantise, write_w4
 extension_or_skip()
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed")
-# Neither is a multiple of a weight block. All experts are chosen: rounding changes no choice.
+# 136 is no multiple of 256 rows or 128 k. All experts are chosen, so rounding changes no choice.
 EXPERTS = {"moe_intermediate_size": 136, "num_experts": 3, "num_experts_per_tok": 3}
 
 on_devices = pytest.mark.parametrize("device", DEVICES)

@@ -58,7 +58,7 @@ def text_of(length: int) -> list[int]:
 def test_each_module_drafts_its_token(
     layout: str, chained: bool, depth: int, tmp_path: Path
 ) -> None:
-    """Those of the numpy modules, which compute all rows anew for each draft."""
+    """The tokens are those of the numpy modules, which compute all rows anew for each draft."""
     tiny, weights = write(tmp_path, layout, chained)
     of_target = {k: w for k, w in tiny.weights.items() if "layers.2" not in k and "mtp" not in k}
     target = NumpyTarget(tiny.fields(), of_target)
@@ -246,7 +246,7 @@ def test_several_sequences(tmp_path: Path, device: str) -> None:
 def test_a_prefix_hit_changes_no_token(
     layout: str, chained: bool, tree: str, tmp_path: Path, device: str
 ) -> None:
-    """Also where prompts part near a page's end: a module's last rows read the ids behind it."""
+    """Prompts may differ first near a page's end, and a module's last rows read ids beyond it."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     sizes = {"hidden_size": 128, "head_dim": 64} if device == "cuda" else {}
     write(tmp_path, layout, chained, dtype=dtype, vocab_size=40, **sizes)
@@ -300,7 +300,7 @@ def test_a_draft_that_the_context_fills(tmp_path: Path) -> None:
 
 
 def test_the_first_module_alone(tmp_path: Path) -> None:
-    """It runs once for each token, and the others are not read."""
+    """The first module runs once for each token, and the other modules are not read."""
     tiny, weights = write(tmp_path, "mimo", False)
     of_target = {name: w for name, w in tiny.weights.items() if "mtp" not in name}
     target = NumpyTarget(tiny.fields(), of_target)

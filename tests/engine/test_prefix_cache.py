@@ -250,7 +250,7 @@ def test_a_reset_stops_pages_on_their_way_to_disk(models: Models, tmp_path: Any)
             for entry in cache._index:
                 entry.on_disk = False
                 disk.wants(entry)
-            assert disk.tick(5, 3)  # the steps that wrote the pages run: copies are under way
+            assert disk.tick(5, 3)  # 3 of 5 steps have ended: copies are under way
             cache.reset()
             while disk.tick(5, 5) or disk._writes:
                 pass

@@ -146,7 +146,7 @@ def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> Non
 
 @pytest.mark.parametrize("kind", [None, *SOME_DRAFTS])
 def test_abandoned_open_masked_step_changes_no_state(models: Models, kind: str | None) -> None:
-    """It changes neither the tokens nor the number of accepted drafted tokens."""
+    """An abandoned step changes neither tokens nor the number of accepted drafted tokens."""
     engine = engine_of(models, kind, max_num_seqs=2)
     jobs = [(PROMPTS[i], 12 if SMALL else 30, SAMPLINGS[n]) for i, n in ((1, "greedy"), (4, "all"))]
     rng = random.Random(str(kind))

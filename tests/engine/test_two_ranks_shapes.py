@@ -24,7 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "FP8 with one scale": {"layout": "fp8", "format": "tensor"},
     "MXFP4": {"layout": "float_groups", "format": "mxfp4"},
 }
-# Their experts have 1,440, 928 and 1,344 columns for a rank.
+# The experts of these models have 1,440, 928 and 1,344 columns on a rank.
 OF_SMALL_EXPERTS = ("gpt-oss-20b", "nemotron-3-nano", "nemotron-3-super")
 OF_SMALL_GROUPS = ("16 bits", "groups of 32", "FP8 with one scale", "MXFP4")
 CASES = [

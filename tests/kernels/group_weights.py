@@ -113,7 +113,7 @@ class FloatWeights:
 
 
 def alternating(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """gate rows, then up rows -> a row of gate, a row of up, …"""
+    """Interleaves stacked rows: all of gate, then all of up, become gate, up, gate, up."""
     return np.stack(np.split(rows, 2), 1).reshape(rows.shape)
 
 

@@ -245,7 +245,7 @@ def test_limits_end_a_path(device: str, max_tokens: int) -> None:
 
 @on_devices
 def test_no_token_ends_a_path(device: str) -> None:
-    """Also if the root has unused nodes, whose token is -1 too."""
+    """The end holds even if the root has unused nodes, whose token is -1, too."""
     rng = np.random.default_rng(0)
     for place in range(4):
         slots = Slots(device, 1, 1, 6, rng)

@@ -67,7 +67,7 @@ class Case:
         )  # fmt: skip
 
     def beam(self, device: str, level: int) -> Any:
-        """What growth has left after `level` levels. Nothing else is known yet."""
+        """The candidates of the first `level` levels. Later ones are -7."""
         tokens = np.full((len(self.seqs), self.topk + (DEPTH - 1) * self.topk**2), -7)
         chosen = np.full((len(self.seqs), DEPTH, self.topk), -7)
         for seq, growth in enumerate(self.growths):
@@ -178,7 +178,7 @@ def test_rows_before_a_chunk_of_a_prompt(device: str, window: int, chained: bool
 
 @on_devices
 def test_padding_is_harmless(device: str) -> None:
-    """It lies behind all entries, reads the first id, and a hidden state that exists."""
+    """Padding lies behind all entries. It reads id 0, and a hidden state that exists."""
     case = Case(13, 8, 3)
     for module in (0, 1, 3):
         got, count = case.run(device, module, True), 8 + module * 2

@@ -57,9 +57,10 @@ def test_pack_and_dequantise(device: str, kind: str, n: int, k: int, parts: int)
 @on_devices
 @pytest.mark.parametrize("kind", FLOATS)
 def test_every_code_and_scale(device: str, kind: str) -> None:
-    """Products of all codes with all scales are exact: subnormal numbers, both zeros, ends.
+    """Multiplying every code by every scale is exact, for subnormal numbers and both zeros, too.
 
-    Row i has the scale i; the first group of a row has the largest power of two.
+    Rows 2 i and 2 i + 1 have the scale i, and codes of opposite signs. If scales are powers of two,
+    the first group of every row has the largest.
     """
     group, most = GROUPS[kind], 24 if kind == "mxfp4" else 22
     by_row = np.arange(127) if kind == "nvfp4" else np.arange(120, 121 + most)

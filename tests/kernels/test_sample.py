@@ -378,7 +378,7 @@ def test_masks(device: str, vocab_size: int) -> None:
 @on_devices
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_empty_mask_draws_the_first_token(device: str, temperature: float) -> None:
-    """The same as with all logits at -inf, on every device."""
+    """If a mask allows no token, id 0 is drawn, as if all logits were -inf."""
     masks = np.zeros((1, 4), np.uint32)
     slots = slots_of({"temperature": temperature, "top_p": 0.9})
     logits = random_logits(2, 100)

@@ -143,7 +143,7 @@ CALLS
 {%- endif %}
 {%- endfor %}
 """
-# It refuses ids of another length.
+# This template refuses ids of another length.
 MISTRAL_LIST = _MISTRAL_TURNS.replace(
     "CALLS",
     """

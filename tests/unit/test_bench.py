@@ -280,7 +280,7 @@ def test_drafters_refuse_a_named_draft(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_model_without_shipped_drafts(tmp_path: Path) -> None:
-    """It is compared with look-up, and with MTP modules that its files have."""
+    """Such a model is compared with look-up, and with MTP modules in its own files."""
     write_tiny(tmp_path / "plain", "llama")
     found = drafters.available(EngineConfig(model=str(tmp_path / "plain")))
     assert list(found) == ["none", "n-gram"]

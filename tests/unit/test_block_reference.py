@@ -171,7 +171,11 @@ def test_a_gru_follows_the_formula() -> None:
 
 
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """Those of DFlash2 sum to the candidates' probability, those of DSpark with all tokens to 1."""
+    """The scores of pairs are logarithms of probabilities.
+
+    In DFlash2 a row sums to the probability of the candidates. In DSpark, with all tokens as
+    candidates, it sums to 1.
+    """
     drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))
     lattice = drafter.lattice(states, ROOT)
     mass = np.exp(-np.sort(-log_softmax(drafter.logits(drafter.hidden(states, ROOT))))[:, :4])

@@ -281,7 +281,7 @@ def test_the_text_changes_and_so_does_the_choice() -> None:
 
 
 def test_every_easy_text_is_taken_up() -> None:
-    """Whatever the texts before have cost."""
+    """Costs of earlier texts do not keep the chooser from drafting an easy text."""
     rates = []
     for seed in range(16):
         world = dataclasses.replace(GPU, acceptance=switching(0.9, 0.02, every=600))

@@ -223,7 +223,7 @@ def test_ctrl_c_stops_an_answer(stage, capsys, monkeypatch):
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--use-stream", "no"]])
 def test_ctrl_c_in_a_prefill_pass(flags, stage, capsys, ctrl_c):
-    """It is said at once, no further prompt tokens are read, and the run ends."""
+    """The program reports the key at once, reads no further prompt tokens, and ends."""
     passes = []
 
     def begin(items):

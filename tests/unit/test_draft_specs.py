@@ -121,7 +121,7 @@ def test_aux_hidden_layers_given_as_outputs(
 
 
 def test_rows_selected_by_a_remap(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """They are rows of the target's lm_head, which FR-Spec selects."""
+    """FR-Spec selects the rows of the target's lm_head that a remap names."""
     rows = {"token_id_remap": np.arange(7), "lm_head.weight": np.ones((7, 64))}
     loaded = opened(
         target, write_draft(tmp_path / "d", "minicpm_eagle", target, extra=rows).directory

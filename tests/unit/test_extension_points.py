@@ -259,7 +259,7 @@ def test_toy_quantisation_from_outside(tmp_path: Path, ternary_plugin: None) -> 
 def test_a_layout_of_packed_weights_from_outside(
     tmp_path: Path, layout_plugin: None, family: str
 ) -> None:
-    """Its generic path gives the logits of the dequantised weights, and drafts stay exact."""
+    """The generic path of the layout gives the logits of dequantised weights. Drafts stay exact."""
     from cpmcu import C
 
     sizes = {"hidden_size": 160, "intermediate_size": 304, "moe_intermediate_size": 48}
@@ -428,7 +428,7 @@ def build_scaled(config: Mapping[str, Any], options: BuildOptions) -> SpecFields
 
 
 def test_an_op_between_two_gemms(tmp_path: Path) -> None:
-    """It ends the fused launch, and the plan shows it. The text is that of scaled weights."""
+    """The op ends the fused launch, and the plan shows that. The text is that of scaled weights."""
     load_plugin("scaled_mlp", tmp_path)
     config = tiny_config("llama", vocab_size=VOCAB, head_dim=64)
     weights = random_weights(config)
@@ -524,7 +524,7 @@ class NotesParser(ReasoningParser):
 
 
 def test_parsers_from_outside() -> None:
-    """They are found by name and by the chat template, and parse text in pieces of any size."""
+    """Such parsers are found by name and by the chat template. They read pieces of any size."""
     assert registered_tool_parsers()["toy_arrow"] == __file__
     assert registered_reasoning_parsers()["toy_notes"] == __file__
     config = ServerConfig(tool_call_parser="toy_arrow", reasoning_parser="toy_notes")

@@ -66,7 +66,7 @@ def text_of(engine: Any) -> str:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_launches_of_each_kind_of_layer(name: str, tmp_path: Path) -> None:
-    """They are those of launches/<name>.txt."""
+    """The launches are those that launches/<name>.txt lists."""
     expected = (LAUNCHES / f"{name}.txt").read_text()
     assert text_of(engine_of(name, tmp_path / name)) == expected
 

@@ -138,7 +138,7 @@ def test_arguments_that_are_no_json_object(arguments, cuts):
 
 
 def test_a_call_begins_before_it_is_complete():
-    """Its input comes in one piece, or, if the tool wants it, as it is generated."""
+    """The input of a call is one piece, or with eager_input_streaming sent as generated."""
     cuts = [*range(len(CALL))]
     for eager, most in (((), 1), (("sub",), 1), (("add",), 99)):
         found = events(CALL, cuts, None, "whole", eager)

@@ -118,7 +118,7 @@ def make_wheel(tree: Path, dist: Path, tag: str, wanted: dict[str, str]) -> Path
 
 @pytest.mark.parametrize("kind", ["cpu_wheel", "cuda_wheel"])
 def test_a_wheel_runs_without_compilers(request, kind, tmp_path):
-    """It also has the headers of plugins. If there is a GPU, the CUDA wheel runs on it, too."""
+    """A wheel has the headers of plugins. If there is a GPU, the CUDA wheel also runs on it."""
     wheel = request.getfixturevalue(kind)
     assert not names_below(ROOT / "cpmcu") - set(zipfile.ZipFile(wheel).namelist())
     venv = tmp_path / "venv"

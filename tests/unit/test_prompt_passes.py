@@ -127,7 +127,7 @@ def test_a_pass_is_never_empty_nor_too_long():
 def test_a_long_prompt_delays_a_first_token_by_two_passes(
     turns, launch_ahead, decodes, num_long, when
 ):
-    """That is, a short prompt is in the third pass at the latest, those in flight counted."""
+    """A short prompt is in the third pass at the latest, passes in flight included."""
     of = turns(launch_ahead)
     if decodes:
         running(of, 7)

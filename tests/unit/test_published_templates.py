@@ -1,8 +1,8 @@
 """Chat templates as published with models: the prompts are those of transformers.
 
-The templates are data beside the repository; without them the tests are skipped. By our own rules
-a developer is the system where a template knows none, leading system messages are one, and an
-empty list of calls is none.
+The templates are data beside the repository; without them the tests are skipped. Three rules differ
+from transformers. A developer becomes the system if the template has no developer. Several system
+messages at the beginning become one. An empty list of calls counts as no list.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "thinking": [ASKED, {**ANSWERED, "reasoning_content": "T"}, ASKED],
 }
 TOOLS = ("tools", "call", "null")
-# What transformers writes for values that a template does not expect: no prompt of ours has it.
+# transformers writes these for values that a template does not expect. No prompt has them here.
 PYTHON_TEXT = ("None", "{'type'", "{'x'")
 
 

@@ -348,7 +348,7 @@ def test_scales_have_one_dtype(tiny: TinyCheckpoint, tmp_path: Path) -> None:
 def test_names_of_tools_and_kernels(
     tiny: TinyCheckpoint, tmp_path: Path, layout: str, renamed: dict[str, Any]
 ) -> None:
-    """They plan as the format's own name. AutoRound's GPTQ files have no g_idx."""
+    """Each name gives the plan of the format's own name. AutoRound's GPTQ files have no g_idx."""
     weights = quantise(tiny.weights, has_zeros=True)
     own = write_w4(tmp_path / "own", tiny.config, weights, layout)
     directory = write_w4(tmp_path / "renamed", tiny.config, weights, layout, quant=renamed)

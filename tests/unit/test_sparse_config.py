@@ -66,7 +66,7 @@ def test_options_replace_numbers() -> None:
 
 
 def test_without_options_all_attention_is_dense(caplog: pytest.LogCaptureFixture) -> None:
-    """Such as that of a draft."""
+    """A draft, for one, is built without options."""
     config = tiny_config("minicpm", sparse_config=PUBLISHED)
     with caplog.at_level(logging.INFO):
         assert find_model(config).build(config, BuildOptions()).layers == ()

@@ -83,7 +83,7 @@ def test_formats(preset: str, form: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_families(flags: list[str], tmp_path: Path) -> None:
-    """They load and run. A tied random head would repeat one token."""
+    """Checkpoints of these families load and run. A tied random head would repeat one token."""
     preset, *more = flags
     if preset == "ministral-8b":
         more += ["--num-hidden-layers", "2", "--set", "intermediate_size=512"]

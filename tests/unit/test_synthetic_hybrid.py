@@ -123,7 +123,7 @@ def test_parameter_counts(preset: str, billions: float, head: float) -> None:
 def test_tables_of_an_mtp_head_with_synthetic_acceptance(
     preset: str, acceptance: float, tmp_path: Path
 ) -> None:
-    """What the head computes from its embedding alone, since hidden states add noise only."""
+    """The head predicts from its embedding alone. Hidden states would only add noise."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 1}
     flags = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
     flags += ["--acceptance", str(acceptance), "--dtype", "float32"]

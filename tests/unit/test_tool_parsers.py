@@ -310,7 +310,7 @@ def test_the_parser_of_a_template():
 
 
 def test_ids_of_mistral_have_nine_letters():
-    """Its templates refuse other ids."""
+    """Mistral's templates refuse ids of another length."""
     first, second = parser_of("mistral").push(NAMED, final=True).calls
     assert len(first.id) == 9 and first.id.isalnum()
     assert second.id == "abcdefghi"

@@ -65,7 +65,7 @@ class World:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run took and gave."""
+    """Time, tokens and shapes of a run."""
 
     seconds: float = 0.0
     tokens: int = 0  # of all sequences

@@ -14,7 +14,7 @@ MAX_NGRAM = 32  # as in csrc/kernels/tree/tree.h
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookUpOptions(DrafterOptions):
-    """What is looked up in the prompt and the output."""
+    """Lengths of the token sequences that are looked up in the prompt and the output."""
 
     longest_match: ClassVar[int] = 4  # if none is given
 

@@ -171,7 +171,7 @@ def _fill(fd: int, buffers: list[memoryview]) -> None:
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What remains of `buffers` after their first `count` bytes."""
+    """Returns `buffers` without their first `count` bytes."""
     remaining = []
     for buffer in buffers:
         skipped = min(count, len(buffer))

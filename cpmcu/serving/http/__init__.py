@@ -1,1 +1,1 @@
-"""What every interface shares of HTTP: middleware, reading bodies, server-sent events."""
+"""HTTP code that all interfaces share: middleware, reading bodies, server-sent events."""

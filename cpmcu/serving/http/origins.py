@@ -1,4 +1,4 @@
-"""Which web pages may call the server: the Host and Origin headers of requests.
+"""Refuses requests from other web pages, by their Host and Origin headers.
 
 A browser sends requests of any page to any address. Two headers tell them apart:
 

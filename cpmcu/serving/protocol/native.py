@@ -25,7 +25,7 @@ Biases = Annotated[dict[str, Bias] | Items[BiasPair], BeforeValidator(few_biases
 
 
 class NativeRequest(GenerationRequest):
-    """What both generating routes have."""
+    """Fields that /completion and /infill share."""
 
     max_tokens: int | None = Field(None, ge=1, description="As n_predict, which overrides it")
     n_probs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens at each position")

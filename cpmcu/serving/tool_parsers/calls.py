@@ -51,7 +51,7 @@ class CallDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What one piece of text adds: content, deltas of calls, and the calls that it completes."""
+    """Results of one piece of text: content, deltas of calls, and the calls it completes."""
 
     content: str
     deltas: Sequence[CallDelta] = ()

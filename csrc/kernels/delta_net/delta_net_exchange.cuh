@@ -1,5 +1,6 @@
-// What the CTAs of a head send each other in gated_delta_net.cu: q and k of a step's tokens, sums
-// of squares of o. Sent bytes count on the receiver's barrier, so only receivers wait.
+// The exchange between the CTAs of a head in gated_delta_net.cu. They send each other q and k of a
+// step's tokens, and sums of squares of o. Sent bytes count on the receiver's barrier, so only
+// receivers wait.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -32,8 +33,8 @@ struct Exchange {
     }
 #endif
   }
-  // Waits until all CTAs of the head have initialised their barriers and have read the window and
-  // the pending tokens, which they share, from global memory. NOTE: it does not publish writes.
+  // Waits until all CTAs of the head have initialised their barriers and read their common inputs
+  // from global memory: the window and the pending tokens. NOTE: it does not publish writes.
   static __device__ __forceinline__ void meet() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kSplit > 1) {

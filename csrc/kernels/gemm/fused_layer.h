@@ -100,9 +100,9 @@ struct FusedLayerParams {
 // if the kernel is not built.
 int64_t fused_layer_bytes(int64_t max_rows);
 
-// What this build's kernel reads on `ctx`.
+// The forms of W that this build's kernel reads on the device of `ctx`.
 FusedForms fused_forms(const Context& ctx);
-// What a build for a compute capability reads, 10 * major + minor; 0: the CPU.
+// The same for a build for compute capability 10 * major + minor; 0: the CPU.
 FusedForms fused_forms_of(int capability);
 void fused_layer_prepare(const Context& ctx, const Tensor& memory);
 void fused_layer(const Context& ctx, const FusedLayerParams& params);

@@ -1,6 +1,5 @@
 // The fused layer kernel on Hopper (fused_layer/kernel.cuh): all layouts of weight blocks, and
-// 16-bit W. Rows and weights come through the copy engine. More than 16 rows are multiplied by
-// wgmma.
+// 16-bit W. TMA copies rows and weights. If there are more than 16 rows, wgmma multiplies them.
 #include "kernels/gemm/fused_layer/launch.cuh"
 #include "kernels/gemm/packed/wgmma.cuh"
 

@@ -1,5 +1,5 @@
-// normed_gemm: y [M, N] = RMSNorm(x) W^T for the few rows of a decode step and a small 16-bit W,
-// such as the gates of a gated delta net (N = 64, K = 4096).
+// normed_gemm: y [M, N] = RMSNorm(x) W^T for the few rows of a decode step. W is small and has 16
+// bits, such as the gates of a gated delta net (N = 64, K = 4096).
 //
 // Roofline: W is read once, 2 N K bytes: 0.5 MB, 0.2 us at 3 TB/s. So latency decides.
 //

@@ -11,9 +11,9 @@
 //   8 consumer warps   mma.sync, 16 rows of W each; a sum goes through k in order, whatever M
 //
 // The surprising decision: rows of W are divided among SMs before they are cut into tiles. Each SM
-// gets one contiguous range (a multiple of 16 rows) and cuts it into equal tiles of up to 128 rows,
-// through a tensor map of that size. With fixed tiles of 128 of MiniCPM4's 73448 rows, two thirds
-// of an H100 would be idle in the last of five rounds.
+// gets one contiguous range, a multiple of 16 rows. It cuts the range into equal tiles of up to 128
+// rows, and the tensor map has boxes of that size. If the 73448 rows of
+// MiniCPM4 had tiles of 128, two thirds of an H100 would be idle in the last of five rounds.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/vec.cuh"

@@ -1,6 +1,7 @@
 // GEMMs with the weights of each pair's expert, for the pairs of moe_route:
-//   y[p] = x[row of p] W[expert of p]^T + bias, or silu(x gate^T) * (x up^T) if W stacks gate and
-//   up, or a clamped SwiGLU with a bias if their rows alternate (`swiglu_limit`).
+//   y[p] = x[row of p] W[expert of p]^T + bias
+// If W stacks gate and up, y[p] = silu(x gate^T) * (x up^T). If rows of gate and up alternate, y[p]
+// is a clamped SwiGLU with a bias (`swiglu_limit`).
 //
 // `expert_gemm` has weights of 16 bits (32 on the CPU), `packed_expert_gemm` has weights in the
 // blocks of kernels/gemm/packed/packed.h. The order of additions depends on N and K only, so a

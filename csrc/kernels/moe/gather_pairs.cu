@@ -5,9 +5,9 @@
 //
 // Schedule: a warp a row, 16 bytes a lane and load.
 //
-// The surprising decision: the rows are copied at all. The copy engine of Hopper loads tiles of
-// consecutive rows, and shares them between the CTAs of a cluster; it cannot gather. The copy costs
-// about 7 % of the GEMMs that it feeds.
+// The surprising decision: the rows are copied at all. Hopper's TMA loads tiles of consecutive rows
+// and shares them between the CTAs of a cluster, but it cannot gather. The copy costs about 7 % of
+// the GEMMs that it feeds.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/launch_checks.h"

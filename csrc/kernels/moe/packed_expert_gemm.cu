@@ -6,8 +6,8 @@
 // Issue slots: for one token, the warps' instructions take as long as the bytes. A k block of MXFP4
 // takes 405 instructions of a warp, one of int4 260. So the loop has few besides unpack and mma.
 //
-// Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
-// and every `splits`-th k block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles.
+// Schedule: a warp owns a warp tile of one expert with pairs, 32 rows of W. It multiplies every
+// `splits`-th block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
 //   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh

@@ -12,7 +12,7 @@
 //   epilogue       sorted_tiles.cuh
 // A tile may contain pairs of the next expert: their results are computed and not stored.
 //
-// The surprising decision: K is never split. Whatever the tile, the same wgmma add the k of a
+// The surprising decision: K is never split. For every tile size, the same wgmma add the k of a
 // scale, and one multiply-add applies the scale. So a pair's bits are the same in any prompt and
 // any chunk, while the tile size follows the number of pairs.
 #include "core/dispatch.h"

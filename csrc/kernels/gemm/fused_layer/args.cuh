@@ -58,8 +58,8 @@ struct WeightBlocks {
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
-// A GEMM, or a part of its tiles. If a gated GEMM has a few tiles more than the CTAs can divide
-// evenly, those are its rest, a part of their own whose K is cut.
+// A GEMM, or a part of its tiles. If the tiles of a gated GEMM do not divide evenly among the CTAs,
+// the few tiles left over are its rest: a separate part whose K is cut.
 struct alignas(64) GemmArgs : WeightBlocks {
   int number;               // of the GEMM in the launch; indexes FusedState
   bool is_rest;             // x is that of the part before, and no grid barrier lies between

@@ -13,8 +13,8 @@
 //   prefetch warp     | one row only: W tiles further ahead -> L2 (prefetch.cuh)
 //   8 consumer warps  | mma over K -> partial sums to global memory -> sum of the slices in order
 //                     | -> epilogue -> arrive at the grid barrier of GEMM i + 1
-// From Hopper on a producer is one thread, which uses the copy engine. Before, it is a warp, which
-// uses cp.async (mainloops.cuh). A GEMM has tiles of 256 rows of W. If there are fewer tiles than
+// From Hopper on, a producer is one thread that issues TMA copies. Before Hopper, it is a warp that
+// issues cp.async (mainloops.cuh). A GEMM has tiles of 256 rows of W. If there are fewer tiles than
 // CTAs, K is cut into slices. K is also cut for a few tiles that a gated GEMM has beyond the CTAs
 // (GemmArgs). The order of additions depends on N and K only, so a row has the same bits whatever
 // the batch.

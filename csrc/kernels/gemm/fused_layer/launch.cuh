@@ -92,7 +92,7 @@ void add_gemm(FusedLayerArgs& args, GemmArgs gemm, int num_ctas) {
   args.parts[args.num_parts++] = gemm;
 }
 
-// What the kernels of an architecture differ in, beside their main loops.
+// Differences between the kernels of the architectures, besides their main loops.
 struct FusedTarget {
   bool has_maps;              // x and 16-bit W are read through tensor maps
   int64_t max_rows;           // of a launch whose W has 4 bits of a common layout

@@ -11,8 +11,7 @@ namespace cpmcu::cuda::fused {
 
 // How the producers fill stages.
 //   kHopper  code for sm_90a
-//   kEngine  the copy engine (TMA) copies, at the request of one thread; else a warp does, by
-//            cp.async
+//   kEngine  true: one thread issues TMA copies; false: a warp issues cp.async
 //   kBytes   shared memory of the stages
 //   kMaxRotatedGroups  most groups of rows for which the kernel applies RoPE
 struct HopperCopies {

@@ -85,7 +85,7 @@ __device__ __forceinline__ void end_copies() {
   ptx::cp_async_wait<0>();
 }
 
-// Weight producer, one thread, or a warp if there is no copy engine: loads into every free stage.
+// Weight producer, one thread with TMA and a warp without: loads into every free stage.
 // Until x of a GEMM has arrived, it keeps only one load in flight. Partial sums, counters and x of
 // other CTAs then do not queue behind weights. The first fill of the pipeline is exempt, unless all
 // CTAs share the combination of attention splits.

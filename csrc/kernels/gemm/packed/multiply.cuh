@@ -26,8 +26,7 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kPackedK + 64, 0, barrier);
 }
 
-// The same without the copy engine, by a warp: 128 k of m rows of x [m, k]. Elements beyond K
-// become zero.
+// The same without TMA, by a warp: 128 k of m rows of x [m, k]. Elements beyond K become zero.
 template <int kGroups>
 __device__ __forceinline__ void copy_rows_async(uint32_t to, const void* x, int m, int k,
                                                 int k_block) {
