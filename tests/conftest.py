@@ -1,4 +1,4 @@
-"""Shared by all tests. Without a GPU, GPU tests are skipped.
+"""Fixtures and hooks of all tests. Without a GPU, GPU tests are skipped.
 
 With CPMCU_REQUIRE_ALL=1, a missing package or program fails the tests that need it.
 """

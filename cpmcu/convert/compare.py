@@ -16,7 +16,7 @@ from cpmcu.loading.loader import load_model
 from cpmcu.loading.progress import LoadProgress
 
 WINDOW = 256  # tokens of one pass; attention does not cross windows
-TOKENS = 1024  # most tokens that are compared
+TOKENS = 1024  # maximum number of tokens that are compared
 
 Floats = npt.NDArray[np.float32]
 

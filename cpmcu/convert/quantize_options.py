@@ -26,7 +26,7 @@ class QuantizeOptions:
     bits: int = 4
     group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
     calibration: Path | None = None  # text file, required by gptq
-    calibration_tokens: int = CALIBRATION_TOKENS  # most tokens of the text that are used
+    calibration_tokens: int = CALIBRATION_TOKENS  # of the text, at most
     device: str = "cpu"  # of the computation: cpu or cuda
 
     def __post_init__(self) -> None:

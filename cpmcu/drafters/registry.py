@@ -50,7 +50,7 @@ class TargetModel:
     config: Mapping[str, Any]  # config.json
     fields: SpecFields
     device: str = "cpu"
-    max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
+    max_model_len: int = 0  # maximum number of tokens of a sequence; 0: the model's own limit
     eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
     quantised: bool = False  # the checkpoint stores quantised layers
     quantised_head: bool = False  # the checkpoint stores lm_head quantised
@@ -73,10 +73,10 @@ class DraftPlan:
     drafter: str | None = None  # the C++ drafter's name, if not that of this kind
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
     parts: tuple[tuple[str, DraftPlan], ...] = ()  # of a combined drafter: (registered name, plan)
-    longest: int | None = None  # most tokens of a path; None: any
+    longest: int | None = None  # maximum number of tokens of a path; None: any
     quant: QuantPlan = DENSE  # of the draft's layers
     scope: str = "draft."  # begins the engine's names of its tensors; `names` has "draft."
-    # Set when the plan is completed (networks.py).
+    # The fields below are set when the plan is completed (networks.py).
     files: DraftFiles | None = None  # None: no weights
     head_quant: str = "auto"  # effective draft_head_quant
 

@@ -141,7 +141,7 @@ class Scheduler:
         self._engine = engine
         self._leases = leases
         self.pass_times = PassTimes(prefill_seconds)
-        self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
+        self._tokens_per_step = tokens_per_step  # maximum number that a decode step emits
         self._blocked = False  # a running sequence waits for pages
         self._prompt_blocked = False  # likewise: a prompt, for pages of layers with a window
         self._full = False  # the next request waits for pages
@@ -329,7 +329,7 @@ class Scheduler:
         return found
 
     def _room(self) -> int:
-        """Most tokens of the next prefill pass."""
+        """Maximum number of tokens of the next prefill pass."""
         most = self._engine.chunk_length
         return min(most, self.pass_times.room()) if self._is_watched else most
 

@@ -137,7 +137,7 @@ class LLM:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of one sequence, prompt and output together."""
+        """Maximum number of tokens of one sequence, prompt and output together."""
         return self._runner.max_length
 
     @functools.cached_property

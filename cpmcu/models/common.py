@@ -23,7 +23,7 @@ class BuildOptions:
     """Inputs of a specification besides config.json."""
 
     device: str = "cpu"  # "cpu" | "cuda"
-    max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
+    max_model_len: int = 0  # maximum number of tokens of a sequence; 0: the model's own limit
     has_lm_head: bool = True  # does the checkpoint hold lm_head.weight?
     minicpm4_yarn: bool = False  # use the published 128K LongRoPE factors of MiniCPM4
     sparse: SparseOptions | None = None  # None: all attention is dense, as in a draft

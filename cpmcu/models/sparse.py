@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "sparse_attention"  # of the block
 
-# Published for MiniCPM4 and MiniCPM4.1. The engine has only these sizes of compressed keys.
+# The values of MiniCPM4 and MiniCPM4.1. The engine has only these sizes of compressed keys.
 _FIXED: dict[str, Any] = {
     "kernel_size": 32,
     "kernel_stride": 16,

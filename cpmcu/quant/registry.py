@@ -201,7 +201,8 @@ _FORMATS = {
 _AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq", "auto_round:fp8": "fp8"}
 
-_MXFP4 = ("auto_round:llm_compressor", "mx_fp", 4)  # tensors of compressed-tensors
+# AutoRound's MXFP4: the tensors are in the format of compressed-tensors.
+_MXFP4 = ("auto_round:llm_compressor", "mx_fp", 4)
 
 
 def _by_format(quant: Mapping[str, Any]) -> Mapping[str, Any]:

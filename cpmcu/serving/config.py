@@ -169,7 +169,7 @@ class ServerConfig:
 
     @property
     def most_logprobs(self) -> int:
-        """Most likeliest tokens that a request may ask for at a position."""
+        """Maximum number of likeliest tokens that a request may ask for at a position."""
         return MAX_LOGPROBS if self.max_logprobs == -1 else min(self.max_logprobs, MAX_LOGPROBS)
 
     def keys(self) -> list[str]:

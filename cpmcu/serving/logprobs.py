@@ -12,7 +12,7 @@ from cpmcu.serving.protocol.completion import CompletionLogprobs
 from cpmcu.text.token_text import TokenTexts
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent
-_GAP = 16  # most characters of a prompt between the texts of two tokens
+_GAP = 16  # maximum number of characters of a prompt between the texts of two tokens
 
 Scored = tuple[int, TokenLogprobs | None]  # (token id, its score; None for the first token)
 

@@ -1,4 +1,4 @@
-"""Shared by the generating routes: running a request, usage, and the chunks of a stream."""
+"""Common code of the generating routes: running a request, usage, and the chunks of a stream."""
 
 from __future__ import annotations
 

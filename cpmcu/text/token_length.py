@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 # Pre-tokenizers that drop no characters, unless their behavior is "Removed".
 _LOSSLESS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
-# Most characters that a normalizer merges into one. NFC: a letter with three marks.
+# Maximum number of characters that a normalizer merges into one. NFC: a letter with three marks.
 _SHRINKING = {"ByteLevel": 1, "Prepend": 1, "NFC": 4}
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that become one token; None if there is no known bound.
+    """Maximum number of characters that become one token; None if there is no known bound.
 
     BPE with a token for each byte has a bound if no earlier stage drops characters and no added
     token absorbs adjacent white space.
@@ -54,7 +54,7 @@ def _stages(part: Any) -> list[dict[str, Any]]:
 
 
 def _shrinking(stage: Mapping[str, Any]) -> int | None:
-    """Most characters that a normalizer merges into one; None if there is no known bound."""
+    """Maximum number of characters that a normalizer merges into one; None: not known."""
     if stage["type"] == "Replace":
         found, content = stage.get("pattern", {}).get("String"), stage.get("content", "")
         return 1 if found and len(content) >= len(found) else None

@@ -155,7 +155,7 @@ class Engine {
     int num_logprobs = -1;
     int num_shared = 0;        // tokens of the cached prefix
     int length = 0;            // tokens cached, as of the steps that were collected
-    int in_flight_tokens = 0;  // most tokens that the steps in flight may add
+    int in_flight_tokens = 0;  // maximum number of tokens that the steps in flight may add
   };
   struct StepInFlight {
     uint64_t number = 0;

@@ -1,7 +1,7 @@
 // Linear method "packed": quantised weights of checkpoints, in any layout of the table.
 //
 // A checkpoint's tensors are streamed unchanged into the buffer that will hold the weight blocks.
-// Once all are loaded, the device repacks them.
+// Once all tensors are loaded, the device repacks them.
 #include "linear/packed_matrix.h"
 #include "linear/packed_tensors.h"
 

@@ -1,8 +1,8 @@
 // Linear methods "w4_rtn" and "w8_rtn": dense rows rounded to the nearest of 15 or 239 levels at
 // load.
 //
-// Used for heads, which checkpoints do not quantise. The dense rows stay in scratch until the first
-// step.
+// Heads use these methods, because checkpoints do not quantise heads. The dense rows stay in
+// scratch until the first step.
 #include "linear/packed_matrix.h"
 
 namespace cpmcu {

@@ -104,7 +104,7 @@ class BlockDrafter : public Drafter {
   const int* own_id_map() const { return own_ids() ? id_map_ : nullptr; }
   // The nodes of the largest tree of this depth.
   virtual int most_nodes(int depth) const;
-  // Added to the scores below a node that is not on the likeliest path.
+  // The term added to the scores below a node that is not on the likeliest path.
   virtual float off_path() const { return 0; }
 
   const ModelSpec& model() const { return *spec_.model; }  // the draft's own layers

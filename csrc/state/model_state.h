@@ -34,8 +34,8 @@ struct SlotTensor {
   std::string name;            // in the memory plan
   std::vector<int64_t> shape;  // of one slot, up to 3 dimensions
   DType dtype = DType::kF32;
-  // Not part of a checkpoint, and not cleared for a new sequence: another tensor says whether the
-  // content counts.
+  // If true, `save_slot` leaves the tensor out and `reset` does not clear it. Another tensor says
+  // whether its content counts.
   bool transient = false;
 
   int64_t num_bytes() const;  // of one slot

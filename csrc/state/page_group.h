@@ -36,7 +36,8 @@ class PageGroup {
   const HeldPages& of_slot(int slot) const { return slots_[static_cast<std::size_t>(slot)]; }
   // The first page that a token at position `length` or later reads.
   int first_read(int length) const;
-  // Most pages that `num_entries` consecutive entries and the window before them can occupy.
+  // Maximum number of pages that `num_entries` consecutive entries and the window before them can
+  // occupy.
   int most_pages(int num_entries) const;
 
   // Takes pages for the entries that a token at position `length` or later reads, up to

@@ -31,7 +31,7 @@ CHUNK = 4096  # tokens of a pass
 
 
 class Outputs:
-    """Stands for C.StepOutputs: one token for each slot."""
+    """A stand-in for C.StepOutputs, with one token for each slot."""
 
     def __init__(self, slots: list[int], tokens: list[int]) -> None:
         self.slots, self.tokens = slots, tokens
@@ -46,7 +46,7 @@ class Outputs:
 
 
 class TimedEngine:
-    """Stands for C.Engine: steps take the time of a GPU's, one after another."""
+    """A stand-in for C.Engine. Steps run one after another and take as long as on a GPU."""
 
     def __init__(self, num_seqs: int, length: int, step_ms: float, vocab_size: int) -> None:
         self.max_num_seqs, self.max_model_len = num_seqs, length

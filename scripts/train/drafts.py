@@ -57,7 +57,7 @@ class Head(nn.Module):
     kind = ""
     scaled = False  # the MiniCPM layout of eagle2
     aux_layers: tuple[int, ...] = ()
-    longest: int | None = None  # most tokens of a chain; None: any
+    longest: int | None = None  # maximum number of tokens of a chain; None: any
 
     def __init__(self, target: Config, residual_scale: float = 1.0, **shape: int) -> None:
         """`target`: the target's config.json.

@@ -65,7 +65,7 @@ class Mtp(Head):
         mask: Tensor | None = None,
         past: Cache | None = None,
     ) -> tuple[Tensor, Cache]:
-        """One step of the first module, which alone drafts a chain with its own outputs."""
+        """One step of the first module. Only this module drafts a chain from its own outputs."""
         past = DynamicCache() if past is None else past
         return self._run(self.parts[0], embedding, hidden, cos, sin, mask, past), past
 

@@ -1,4 +1,4 @@
-"""Shared by tests of the HTTP API: paths, bodies, a key, and the check of an error."""
+"""Common code of tests of the HTTP API: paths, bodies, a key, and the check of an error."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _agents_example(monkeypatch) -> dict:
 
 
 def test_ray_serve_for_agents(monkeypatch):
-    """Without Ray: what it is asked for, and the way of a request through a replica."""
+    """A stand-in for Ray records the options, and a request goes through a replica."""
     example = _agents_example(monkeypatch)
     _, options, ((replica, made, (engine,)),) = example["build"]({"device": "cpu", "replicas": "3"})
     assert (options["name"], made["num_replicas"], engine.device) == ("ingress", 3, "cpu")

@@ -56,7 +56,7 @@ OPERATIONS = (
     "post /reset_prefix_cache",
 )
 KEY = {"Authorization": "Bearer first"}
-# Without the coverage phase, which tries hundreds of combinations of each operation.
+# The coverage phase is off: it tries hundreds of combinations of each operation.
 CONFIG = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})
 
 

@@ -295,7 +295,7 @@ def test_tags_that_are_special_tokens(special, prompt):
 @pytest.mark.parametrize("budget", [0, 1, 3, 100, -1])
 @pytest.mark.parametrize("prompt", [cue("tell"), "<think>", "<think>\n"])
 def test_a_budget_of_reasoning(special, prompt, budget):
-    """Behind the last token of the budget comes the end tag; the prompt's reasoning counts."""
+    """The end tag follows the last token of the budget. Reasoning in the prompt counts."""
     body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 60}
 
     def told(path="/v1/chat/completions", **fields):

@@ -45,7 +45,7 @@ def test_the_model_loads_while_the_web_framework_is_imported(tmp_path):
 
 
 def test_a_missing_package(tmp_path):
-    """Found while the model loads: the process ends at once, in one sentence."""
+    """A missing package is found while the model loads. The process ends with one sentence."""
     error = "raise ImportError('No module named fastapi', name='fastapi')\n"
     (tmp_path / "fastapi.py").write_text(error)
     found = run_server("--port", "0", "--device", "cpu", PYTHONPATH=python_path(tmp_path))

@@ -189,7 +189,7 @@ def test_the_context_ends_under_masks(masked_models: Models, kind: str) -> None:
 
 
 def test_greedy_token_is_the_likeliest_allowed_one(tmp_path: Path) -> None:
-    """Compared with the logits, on the CPU, where prefill and decoding agree closely."""
+    """The test runs on the CPU, where the logits of prefill and decoding agree closely."""
     models = Models(tmp_path, "cpu")
     engine = models.engine("llama", None)
     ids = PROMPTS[2]

@@ -129,7 +129,7 @@ def test_frspec_with_synthetic_acceptance(tmp_path: Path) -> None:
 
 
 def test_bench_measures_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a flag, as the head drafts by default."""
+    """The bench needs no flag, because the head drafts by default."""
     target = write("tiny-qwen3.5", tmp_path / "target", "--acceptance", "1", "--dtype", "float32")
     capsys.readouterr()  # discards the writer's output
     flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]

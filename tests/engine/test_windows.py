@@ -191,7 +191,7 @@ def test_sequences_side_by_side(kind: str, device: str, tmp_path: Path) -> None:
     models = models_of(tmp_path, device, window)
     engine = engine_of(models, kind, chunk_length=64, max_num_seqs=4)
     runner = Runner(engine, page_size=PAGE, cache=PageCache(engine, PAGE))
-    # Enough for two sequences, so that prompts wait for each other and sequences are preempted.
+    # Two sequences fit, so prompts wait for each other and sequences are preempted.
     few = few_window_pages(engine, 2 * needed(window, 64 + 32))
     prompts = [random_ids(length, VOCAB, seed=length) for length in (200, 90, 1, 333, 64, 129)]
     runner.call(lambda _: few.__enter__())

@@ -181,7 +181,7 @@ def test_growth_and_selection(device: str, topk: int, coarse: bool) -> None:
 
 @on_devices
 def test_a_selected_child_without_its_parent(device: str) -> None:
-    """Only invalid scores (NaN) can cause this. The root becomes the parent of the child."""
+    """Only invalid scores (NaN) select a child alone. The root becomes the parent of the child."""
     beam = Beam(device, num_seqs=2, topk=4, depth=2)
     for level in range(2):
         beam.expand(level, False)

@@ -26,7 +26,7 @@ from tests.reference.rnn_markov import RnnMarkov
 Array = npt.NDArray[Any]
 
 OFF_PATH = float(np.log(0.3))  # below a token that is not on the greedy path, without pairs
-CANDIDATES, OF_DSPARK = 16, 32  # most candidates of a position
+CANDIDATES, OF_DSPARK = 16, 32  # maximum number of candidates of a position
 
 # ---- the network
 
@@ -235,7 +235,7 @@ class NumpyBlock:
 
         @functools.cache
         def state(path: tuple[int, ...]) -> Array:
-            """After the root and the tokens of a path."""
+            """The state after the root and the tokens of a path."""
             before = state(path[:-1]) if path else np.zeros_like(self._gru[1][0])
             token = int(tokens[len(path) - 1, path[-1]]) if path else root
             return gru(embeddings[token], before, *self._gru)

@@ -55,9 +55,9 @@ def check_ranks(
 ) -> None:
     """Logits of two ranks are those of one, up to another order of additions, but not its bits.
 
-    `make(tensor_parallel_size=n)` returns an engine. `tolerance`: most error as a share of the
-    largest logit. `share`: of the positions, those that must be as close. In 16 bits, a router
-    whose scores nearly tie may choose another expert.
+    `make(tensor_parallel_size=n)` returns an engine. `tolerance`: limit of the error as a share
+    of the largest logit. `share`: the share of positions that must be within it. In 16 bits, a
+    router whose scores nearly tie may choose another expert.
     """
     expected, got = (prompt_logits(make(tensor_parallel_size=n), ids) for n in (1, 2))
     errors = np.abs(got - expected).max(axis=1) / np.abs(expected).max()

@@ -102,7 +102,7 @@ class FakeEngine:
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.open_masked: list[int] = []  # slots of the open masked step
-        self.open_burst = 0  # most tokens that it may emit
+        self.open_burst = 0  # maximum number of tokens that it may emit
         self._thread: int | None = None
 
     def _called(self, method: str, detail: object = None) -> None:

@@ -151,7 +151,7 @@ def test_each_message_has_its_place():
 
 
 def test_later_system_messages_keep_their_place():
-    """Otherwise a new one would change the beginning of the prompt, and no page would be found."""
+    """A new system message at the beginning would change the prompt: no page would be found."""
     system = {"role": "system", "content": [text("5 tokens left")]}
     conversation = [*HI, system, {"role": "assistant", "content": "Yo."}, system, *user("Go.")]
     roles = [message["role"] for message in messages_of(conversation, system="Be brief.")]

@@ -285,7 +285,7 @@ def test_a_prompt_that_waits_for_a_prefix_lets_others_pass(turns):
 
 
 def test_a_prompt_that_waits_for_pages_lets_none_pass(turns):
-    """Otherwise short prompts could keep a long one waiting for ever."""
+    """If others passed it, short prompts could keep a long one waiting for ever."""
     of = turns(engine={"num_pages": 30})
     beside = Job(40, max_tokens=50)
     of.submit(beside)

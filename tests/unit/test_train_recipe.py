@@ -185,7 +185,7 @@ def test_existing_files_are_kept(
     out: str,
     message: str,
 ) -> None:
-    """Checked before any file is read: only the directories exist."""
+    """The check comes before any file is read, since only the directories exist."""
     for name in ("mine", "model", "text"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "diary.txt").write_text("dear diary")

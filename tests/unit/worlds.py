@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 
 class Fixed:
-    """Always the same shape."""
+    """A chooser that always gives the same shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

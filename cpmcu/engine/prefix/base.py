@@ -74,7 +74,7 @@ class PageCache:
     def __init__(
         self, engine: C.Engine, page_size: int, *, host_bytes: int = 0, swap_bytes: int = 0
     ) -> None:
-        """`host_bytes`: most host memory of cached pages; `swap_bytes`: of waiting sequences."""
+        """Limits of host memory: `host_bytes` for cached pages, `swap_bytes` for swapped ones."""
         self._engine = engine
         self._page_size = page_size
         # One host memory for each group of layers: their pages differ in size.

@@ -229,7 +229,7 @@ class DiskTier:
             for entry, page in zip(loaded, pages):
                 self._index.set_page(entry, page)
             self._loaded += loaded
-        if not self._arriving and self._loaded:  # the last page becomes the oldest
+        if not self._arriving and self._loaded:  # the last page is evicted first
             alive = [entry for entry in self._loaded if entry.alive]
             self._index.use(alive)
             self._index.unuse(alive)
@@ -303,7 +303,7 @@ class DiskTier:
             self._unlock(entry)
 
     def _unlock(self, entry: Entry) -> None:
-        """An entry is on its way to disk no longer."""
+        """Ends the copy or write of an entry."""
         entry.locks -= 1
         if not entry.alive and entry.locks == 0 and entry.block >= 0 and entry.users == 0:
             self._host.give(entry.block)

@@ -103,7 +103,7 @@ class PrefixIndex:
         pages.
         """
         dropped: list[Entry] = []
-        for entry in reversed(entries):  # the last page becomes the oldest
+        for entry in reversed(entries):  # the last page is evicted first
             entry.users -= 1
             if entry.users > 0:
                 continue

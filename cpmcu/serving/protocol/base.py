@@ -363,7 +363,7 @@ class GenerationRequest(SamplingRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens; None: up to the context length."""
+        """Maximum number of new tokens; None: up to the context length."""
         raise NotImplementedError
 
     @property

@@ -294,7 +294,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of an answer; None: up to the context length."""
+        """Maximum number of tokens of an answer; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens or self.predict_limit
 
     @property

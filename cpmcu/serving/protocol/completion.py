@@ -50,7 +50,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens; None: up to the context length."""
+        """Maximum number of new tokens; None: up to the context length."""
         predicts = self.limit_field == "n_predict"
         return self.predict_limit if predicts else self.max_completion_tokens or self.max_tokens
 

@@ -39,7 +39,7 @@ class NativeRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens; None: up to the context length."""
+        """Maximum number of new tokens; None: up to the context length."""
         return self.max_tokens if self.n_predict is None else self.predict_limit
 
     @property

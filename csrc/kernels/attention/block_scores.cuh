@@ -255,7 +255,7 @@ __device__ __forceinline__ void write_scores(const BlockScores& out, int64_t row
   if (lane == 0) out.firsts_of(row)[block / kTileBlocks] = f;
 }
 
-// The part of an item's head: the states of the four warps, in order.
+// Combines the states of the four warps in order: this CTA's part of m and Z of an item's head.
 template <typename Config>
 __device__ __forceinline__ float2 part_of(ScoreSmem<Config>& smem, int item, int head) {
   float row_max = kMinusInfinity, sum = 0;

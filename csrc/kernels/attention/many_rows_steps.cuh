@@ -348,7 +348,7 @@ __device__ __forceinline__ void attend_tree_token(
     const uint32_t (&queries)[Config::kDim / 16][4], int lane, int warp, int warp_row, int column,
     int entry, int p, TreeStage tree_stage) {
   constexpr int kStageEntries = Config::kStageEntries;
-  // Read from shared memory, which saves a register of the main loop.
+  // The length is read from shared memory again, which saves a register of the main loop.
   const int length = smem.chunk.seq.length;
   const int tree_entry = length / kStageEntries * kStageEntries;
   const bool all = entry + kKvTile <= length;

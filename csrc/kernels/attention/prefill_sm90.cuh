@@ -1,6 +1,5 @@
-// Shared by the prefill kernels on Hopper, attention_prefill_sm90.cu and sparse_prefill_sm90.cu:
-// the stages that TMA fills with keys and values, the GEMMs of a warpgroup, and the store of the
-// output.
+// Common code of attention_prefill_sm90.cu and sparse_prefill_sm90.cu: the stages that TMA fills
+// with keys and values, the GEMMs of a warpgroup, and the store of the output.
 //
 // A CTA has two warpgroups that consume and one that produces. Each consumer has 64 query rows.
 #pragma once

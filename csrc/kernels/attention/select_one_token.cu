@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   uint32_t* const to =
       args.selection + (static_cast<int64_t>(token) * num_kv_heads + kv_head) * args.num_halves;
   to[tile] = word;
-  // Beyond max_kv.
+  // Words beyond max_kv become zero.
   for (int half = tile + static_cast<int>(gridDim.x); half < args.num_halves; half += gridDim.x) {
     to[half] = 0;
   }

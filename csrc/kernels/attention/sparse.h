@@ -38,8 +38,8 @@ constexpr int kFineStride = 16, kFineTokens = 32;
 constexpr int kFineRows = kPageSize / kFineStride;  // of a page
 constexpr int kCoarseTokens = 128;
 
-// Most tokens of a sequence on CUDA: the registers of select_blocks hold the scores of their
-// blocks.
+// Maximum number of tokens of a sequence on CUDA. The registers of select_blocks hold the scores of
+// their blocks.
 constexpr int kMaxSparseEntries = 1 << 18;
 
 struct SparseRule {

@@ -56,8 +56,8 @@ struct Places {
   int q, k, v, z, b, a;  // v and z: of the CTA's columns
 };
 
-// The tokens that a CTA prepares: the step's or the accepted ones. Both use the same code, so that
-// a step finds it in the instruction cache.
+// The tokens that a CTA prepares: those of the step, or accepted ones. Both run the same code, so
+// that it is in the instruction cache when the second run begins.
 template <typename T>
 struct Source {
   const T *rows, *gates;

@@ -1,4 +1,4 @@
-// Shared by the Hopper GEMMs of many rows: the pipeline, the roles of warpgroups, the order of
+// Common code of the Hopper GEMMs of many rows: the pipeline, the roles of warpgroups, the order of
 // tiles, and the transposing epilogue.
 #pragma once
 

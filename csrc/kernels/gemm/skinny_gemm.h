@@ -1,4 +1,4 @@
-// Shared by the kernels of skinny_gemm (gemm.h), for up to 64 rows of x.
+// Common declarations of the kernels of skinny_gemm (gemm.h), for up to 64 rows of x.
 #pragma once
 
 #include "kernels/gemm/gemm.h"

@@ -1,5 +1,5 @@
-// Shared by the GEMMs of few rows of x: eight consumer warps, and rows of x that pass through
-// a pipeline in shared memory.
+// Common code of the GEMMs of few rows of x. They have eight consumer warps, and rows of x pass
+// through a pipeline in shared memory.
 #pragma once
 
 #include "core/ptx.cuh"

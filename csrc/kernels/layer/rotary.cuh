@@ -14,7 +14,7 @@ struct Rotation {
   float cosine, sine;
 };
 
-// Valid for any float32 angle of less than 2^31 half turns.
+// The rotation by `angle`, in radians: any float32 number of less than 2^31 half turns.
 __device__ __forceinline__ Rotation rotation_by(float angle, float attention_scaling) {
   constexpr double kHalfTurns = 0.31830988618379067;  // 1 / pi
   const double turns = static_cast<double>(angle) * kHalfTurns;

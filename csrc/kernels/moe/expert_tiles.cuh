@@ -1,4 +1,4 @@
-// Shared by the GEMMs of experts: which pairs a CTA multiplies, and how its warps' sums become y.
+// Common code of the GEMMs of experts: the pairs of a CTA, and the sums of its warps added to y.
 //
 // A warp has 32 rows of one expert's W, two m16 tiles. `splits` warps share the K of these rows,
 // and their sums are added in warp order. If W is gated, rows 0 to 7 of an m16 tile are gate and

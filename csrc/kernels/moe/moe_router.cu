@@ -35,7 +35,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kChunk = 64;        // k of a warp's chunk
 constexpr int kFewChunks = 4;     // chunks in flight per warp; kManyChunks if K is larger
 constexpr int kManyChunks = 8;    // up to K = 4096
-constexpr int kNormedRows = 8;    // most rows that a CTA norms
+constexpr int kNormedRows = 8;    // maximum number of rows that a CTA norms
 constexpr int kMaxNormed = 4096;  // H up to which a CTA norms rows; 2 vectors of 8 a lane
 
 struct RouterArgs {

@@ -1,4 +1,4 @@
-// Shared by the Hopper GEMMs of sorted pairs: which tiles there are, and how sums become y.
+// Common code of the Hopper GEMMs of sorted pairs: the order of tiles, and the epilogue.
 #pragma once
 
 #include "core/launch.h"

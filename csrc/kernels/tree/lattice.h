@@ -86,9 +86,9 @@ struct LatticeTreeParams {
   Lattice lattice;
   int depth = 0;  // of the longest path, at most that of the lattice
   bool chain = false;
-  // Added to the score of each node whose parent is not on the greedy path, at most 0. Without
-  // pairs the score of a child does not depend on its parent, and is too high below an unlikely
-  // one.
+  // A number of at most 0, added to the score of each node whose parent is not on the greedy path.
+  // Without pairs the score of a child does not depend on its parent. So it is too high below an
+  // unlikely parent.
   float off_path = 0;
   Draft draft;  // out, with parents and scores
 };

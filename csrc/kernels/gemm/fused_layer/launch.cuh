@@ -97,7 +97,7 @@ struct FusedTarget {
   bool has_maps;              // x and 16-bit W are read through tensor maps
   int64_t max_rows;           // of a launch whose W has 4 bits of a common layout
   int max_combined_k_blocks;  // limit of kPerCtaSlice; each k block takes a stage
-  int max_rotated_groups;     // most groups of rows for which the kernel applies RoPE
+  int max_rotated_groups;     // maximum number of groups of rows for which the kernel applies RoPE
 };
 
 bool has_4_bits(const FusedGemm& gemm) {

@@ -10,7 +10,7 @@ namespace cpmcu {
 struct KQuantPackParams {
   PackedWeight w;
   Tensor codes;  // kK4: uint8 [n, K / 2], the low nibble is the even k; kK8: int8 [n, K]
-  // Records as layout.h has them: uint8 [n, k_blocks * record_bytes], a row's in order of K.
+  // uint8 [n, k_blocks * record_bytes]: the records of each row (layout.h) in order of K.
   Tensor records;
   Tensor min_records{};   // empty if W has no minimum
   int64_t first_row = 0;  // in the checkpoint's order; a multiple of 8

@@ -1,5 +1,5 @@
-// Shared by the Hopper GEMMs of many rows with W in weight blocks: the stages, a producer's copies,
-// and the multiplication of half a weight block.
+// Common code of the Hopper GEMMs of many rows with W in weight blocks: the stages, the copies of a
+// producer, and the multiplication of half a weight block.
 #pragma once
 
 #include "kernels/gemm/large_tiles.cuh"

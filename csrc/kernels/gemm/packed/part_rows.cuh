@@ -1,5 +1,5 @@
-// Shared by the kernels that pack a part of W: a CTA has a weight block, blockIdx.x along K and
-// blockIdx.y along N.
+// Common code of the kernels that pack a part of W. A CTA has one weight block, blockIdx.x along K
+// and blockIdx.y along N.
 #pragma once
 
 #include "kernels/gemm/packed/block.cuh"
