@@ -231,7 +231,7 @@ def test_bad_items(items, param, message):
         ({"background": True, "store": False}, "background", "only be used when `store` is true"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name", "is missing"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not in tools"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not found in tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must have function"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode", "is missing"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
