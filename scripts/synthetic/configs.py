@@ -210,6 +210,16 @@ TINY = {
     "pad_token_id": 0,
 }
 TINY_GENERATION = generation(1, [2, 4], pad=0)
+TINY_NEMOTRON = TINY | {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_shared_expert_intermediate_size": 128,
+}
 TINY_HYBRID = {
     **TINY,
     "num_hidden_layers": 4,

@@ -86,7 +86,7 @@ def test_open_webui(server):
 
 
 def test_aider(server):
-    """Several roles by turns, streamed, without a limit of tokens."""
+    """The request has messages of three roles, is streamed, and has no `max_tokens`."""
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": role, "content": f"Say {role}."} for role in roles]
     text, reason, _ = streamed(server, {"messages": messages, "temperature": 0})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.engine.drafted import W4_DRAFTS, Models
+from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, W4_DRAFTS, Models
+from tests.engine.harness import random_ids
+from tests.engine.prefix import Job, running
 
 FAMILY = "minicpm"
 
@@ -32,3 +35,25 @@ def sparse_models(root: Path, device: str, kind: type[Models] = Models) -> Model
 def family_of(kind: str) -> str:
     """The target of a kind of draft."""
     return f"{FAMILY}_{W4_DRAFTS[kind][2]}" if kind in W4_DRAFTS else FAMILY
+
+
+def check_prefix_hits(models: Models, kind: str, tier: str) -> None:
+    """Prompts that share prefixes hit the cache, and their tokens are those of plain decoding.
+
+    `kind`: of the draft, "" for none. `tier`: "device", or "host" for evicted pages in host memory.
+    """
+    config: dict[str, Any] = {"max_num_seqs": 2, "chunk_length": 100}
+    engine = (
+        models.drafted(kind, FAMILY, TREES["narrow"], **config)
+        if kind
+        else models.engine(FAMILY, None, **config)
+    )
+    options = {"host_bytes": 40 * engine.pages.page_bytes} if tier == "host" else {}
+    shared = random_ids(400, VOCAB, seed=11)
+    prompts = [shared[:cut] + random_ids(50, VOCAB, seed=cut) for cut in (400, 64, 300, 400, 350)]
+    with running(engine, **options) as (runner, cache):
+        for ids, name in zip(prompts, ("greedy", "seeded", "all", "greedy", "seeded")):
+            job = Job(ids, 20, **SAMPLINGS[name])
+            runner.submit(job.request)
+            assert job.wait() == models.plain(FAMILY, ids, 20, **SAMPLINGS[name])
+        assert cache.counters.hits >= 64 + 256 + 384 + 320

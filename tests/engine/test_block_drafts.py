@@ -355,7 +355,7 @@ def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -
     made = write_block(tmp_path / "d", kind, target)
     weights = quantise(made.weights)
     assert {"fc", "layers.1.self_attn.k_proj"} <= weights.linears.keys()
-    # Those of DFlash2 and of Domino.
+    # The selector of DFlash2 and the network of Domino are not quantised.
     quant = {"ignore": ["lm_head", "re:.*_projection$", "re:.*embed_proj.*", "re:.*prefix_gru.*"]}
     shape = {"spec_num_iter": 4} if kind == "domino" else TREE
     runs = []

@@ -26,7 +26,7 @@ SUPER: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "mtp_layers_block_type": ["attention", "moe"],
 }
-# Of two ranks, each has whole heads and columns.
+# With these sizes, each of two ranks has whole heads and whole columns.
 DIVIDED = {
     "mamba_num_heads": 16,
     "moe_intermediate_size": 48,

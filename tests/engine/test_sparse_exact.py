@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.engine.drafted import SAMPLINGS, SOME_DRAFTS, TREES, VOCAB, Drive, Models
 from tests.engine.harness import SMALL, random_ids
 from tests.engine.prefix import Job, running
-from tests.engine.sparse import FAMILY, family_of
+from tests.engine.sparse import FAMILY, check_prefix_hits, family_of
 from tests.reference.engines import extension_or_skip
 
 extension_or_skip()
@@ -76,21 +74,7 @@ def test_sequences_side_by_side(sparse_models: Models) -> None:
 @pytest.mark.parametrize("kind", ["", "minicpm_eagle", "model"])
 @pytest.mark.parametrize("tier", ["host"] if SMALL else ["device", "host"])
 def test_prefix_hits_change_no_token(sparse_models: Models, kind: str, tier: str) -> None:
-    config: dict[str, Any] = {"max_num_seqs": 2, "chunk_length": 100}
-    engine = (
-        sparse_models.drafted(kind, FAMILY, TREES["narrow"], **config)
-        if kind
-        else sparse_models.engine(FAMILY, None, **config)
-    )
-    options = {"host_bytes": 40 * engine.pages.page_bytes} if tier == "host" else {}
-    shared = random_ids(400, VOCAB, seed=11)
-    prompts = [shared[:cut] + random_ids(50, VOCAB, seed=cut) for cut in (400, 64, 300, 400, 350)]
-    with running(engine, **options) as (runner, cache):
-        for ids, name in zip(prompts, ("greedy", "seeded", "all", "greedy", "seeded")):
-            job = Job(ids, 20, **SAMPLINGS[name])
-            runner.submit(job.request)
-            assert job.wait() == sparse_models.plain(FAMILY, ids, 20, **SAMPLINGS[name])
-        assert cache.counters.hits >= 64 + 256 + 384 + 320
+    check_prefix_hits(sparse_models, kind, tier)
 
 
 def test_when_pages_run_out(sparse_models: Models) -> None:

@@ -3,8 +3,6 @@ token, and the logits are those of the rounded keys and values."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ from cpmcu.sparse_options import SparseOptions
 from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
 from tests.engine.harness import SMALL, random_ids
 from tests.engine.prefix import Job, running
-from tests.engine.sparse import FAMILY, family_of
+from tests.engine.sparse import FAMILY, check_prefix_hits, family_of
 from tests.engine.sparse import sparse_models as make_sparse_models
 from tests.engine.test_fp8_engine import Fp8Models
 from tests.reference.engines import extension_or_skip, prompt_logits
@@ -83,21 +81,7 @@ def test_a_batch_changes_no_token(models: Models) -> None:
 @pytest.mark.parametrize("kind", ["", "minicpm_eagle"])
 @pytest.mark.parametrize("tier", ["host"] if SMALL else ["device", "host"])
 def test_prefix_hits_change_no_token(models: Models, kind: str, tier: str) -> None:
-    config: dict[str, Any] = {"max_num_seqs": 2, "chunk_length": 100}
-    engine = (
-        models.drafted(kind, FAMILY, TREES["narrow"], **config)
-        if kind
-        else models.engine(FAMILY, None, **config)
-    )
-    options = {"host_bytes": 40 * engine.pages.page_bytes} if tier == "host" else {}
-    shared = random_ids(400, VOCAB, seed=11)
-    prompts = [shared[:cut] + random_ids(50, VOCAB, seed=cut) for cut in (400, 64, 300, 400, 350)]
-    with running(engine, **options) as (runner, cache):
-        for ids, name in zip(prompts, ("greedy", "seeded", "all", "greedy", "seeded")):
-            job = Job(ids, 20, **SAMPLINGS[name])
-            runner.submit(job.request)
-            assert job.wait() == models.plain(FAMILY, ids, 20, **SAMPLINGS[name])
-        assert cache.counters.hits >= 64 + 256 + 384 + 320
+    check_prefix_hits(models, kind, tier)
 
 
 # ---- numbers and memory

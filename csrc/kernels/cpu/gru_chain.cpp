@@ -6,9 +6,7 @@
 namespace cpmcu::cpu {
 namespace {
 
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
-// What the head adds to the candidates' log-probabilities.
+// Returns the corrections that the head adds to the log-probabilities of the candidates.
 std::vector<float> corrections(const ChainStepParams& p, int seq, const int* candidates) {
   std::vector<float> dots(static_cast<size_t>(p.topk));
   if (p.moving.empty()) return dots;
@@ -42,14 +40,10 @@ void choose(const ChainStepParams& p, int seq) {
   if (before == kNone) return;
   const int64_t first = (int64_t{seq} * p.depth + p.level) * p.topk;
   const std::vector<float> dots = corrections(p, seq, p.candidates + first);
-  std::vector<float> logits, scores(static_cast<size_t>(p.topk));
-  float mass = 0;
-  for (int b = 0; b < p.topk; ++b) {
-    const float logprob = p.candidates[first + b] < 0 ? kNone : or_none(p.logprobs[first + b]);
-    mass += std::exp(logprob);
-    logits.push_back(logprob == kNone ? kNone : or_none(logprob + dots[static_cast<size_t>(b)]));
-  }
-  share_out(logits, std::max(1 - mass, 0.0f), 0, scores.data());
+  const CandidateLogprobs known(p.candidates + first, p.logprobs + first, p.topk);
+  std::vector<float> logits, scores(dots.size());
+  for (size_t b = 0; b < dots.size(); ++b) logits.push_back(known.logit(b, dots[b]));
+  share_out(logits, known.rest(), 0, scores.data());
   const auto best = std::ranges::max_element(logits) - logits.begin();
   const float score = before + scores[static_cast<size_t>(best)];
   if (or_none(score) == kNone) return;

@@ -18,35 +18,31 @@ int target_id(const PairScoresParams& p, int candidate) {
 void score_position(const PairScoresParams& p, int seq, int depth) {
   const int k = p.topk, position = seq * p.depth + depth;
   const int* candidates = p.candidates + position * k;
-  std::vector<float> logprobs(static_cast<size_t>(k));
+  const CandidateLogprobs known(candidates, p.logprobs + position * k, k);
   std::vector<std::vector<float>> successors;
-  float mass = 0;
   for (int b = 0; b < k; ++b) {
-    const float logprob = candidates[b] < 0 ? kNone : or_none(p.logprobs[position * k + b]);
-    logprobs[static_cast<size_t>(b)] = logprob;
-    mass += std::exp(logprob);
     successors.push_back(row_of(p.successors, candidates[b]));
     p.tokens[position * k + b] = target_id(p, candidates[b]);
   }
-  const float rest = p.keeps_rest ? std::max(1 - mass, 0.0f) : 0;
-  const float more = p.keeps_rest ? 0 : std::log(mass);
+  const float rest = p.keeps_rest ? known.rest() : 0;
+  const float more = p.keeps_rest ? 0 : std::log(known.mass);
   const std::vector<float> gate =
       p.gates.empty() ? std::vector<float>() : row_of(p.gates, position);
   for (int a = 0; a < (depth == 0 ? 1 : k); ++a) {
     const int parent =
         depth == 0 ? p.next_tokens[p.seq_slots[seq]] : target_id(p, candidates[a - k]);
-    std::vector<float> logits(logprobs.size(), kNone);
+    std::vector<float> logits(known.values.size(), kNone);
     if (parent >= 0) {
       std::vector<float> predecessor = row_of(p.predecessors, parent);
       const std::vector<float> more =
           p.predecessor_gates.empty() ? std::vector<float>() : row_of(p.predecessor_gates, parent);
       for (size_t i = 0; i < gate.size(); ++i) {
-        predecessor[i] *= more.empty() ? gate[i] : 1 / (1 + std::exp(-gate[i] - more[i]));
+        predecessor[i] *= more.empty() ? gate[i] : sigmoid(gate[i] + more[i]);
       }
       for (size_t b = 0; b < logits.size(); ++b) {
         float dot = 0;
         for (size_t i = 0; i < predecessor.size(); ++i) dot += predecessor[i] * successors[b][i];
-        logits[b] = logprobs[b] == kNone ? kNone : or_none(logprobs[b] + dot);
+        logits[b] = known.logit(b, dot);
       }
     }
     share_out(logits, rest, more, p.pairs + (int64_t{position} * k + a) * k);

@@ -15,6 +15,7 @@ namespace cpmcu::cpu {
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline float or_none(float score) { return std::isnan(score) ? kNone : score; }
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
 // The first `columns` values (0: all) of row `row` of a matrix as float32, or zeros if the row is
 // negative.
@@ -28,6 +29,26 @@ inline std::vector<float> row_of(const Tensor& matrix, int64_t row, int64_t colu
   });
   return values;
 }
+
+// The log-probabilities of a position's candidates, kNone for missing ones, and the sum of their
+// probabilities.
+struct CandidateLogprobs {
+  std::vector<float> values;
+  float mass = 0;
+
+  CandidateLogprobs(const int* candidates, const float* logprobs, int topk) {
+    for (int b = 0; b < topk; ++b) {
+      values.push_back(candidates[b] < 0 ? kNone : or_none(logprobs[b]));
+      mass += std::exp(values.back());
+    }
+  }
+  // The probability of all other tokens.
+  float rest() const { return std::max(1 - mass, 0.0f); }
+  // The logit of candidate b, to which a head adds `more`.
+  float logit(size_t b, float more) const {
+    return values[b] == kNone ? kNone : or_none(values[b] + more);
+  }
+};
 
 // The scores of K candidates below one parent: the log-softmax of `logits`, with `rest` beside the
 // candidates, plus `more`.

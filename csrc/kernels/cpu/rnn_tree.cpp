@@ -8,8 +8,6 @@
 namespace cpmcu::cpu {
 namespace {
 
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
 // A node whose children have scores.
 struct Node {
   float score = 0;            // of its path
@@ -64,19 +62,17 @@ class RnnTree {
       node.states[i] = gate * state[i] + (1 - gate) * std::tanh(z[rank_ + i]);
       output[i] = std::tanh(z[2 * rank_ + i]);
     }
+    const int* const candidates = p_.candidates + position * p_.topk;
+    const CandidateLogprobs known(candidates, p_.logprobs + position * p_.topk, p_.topk);
     std::vector<float> logits;
-    float mass = 0;
-    for (int b = 0; b < p_.topk; ++b) {
-      const int candidate = p_.candidates[position * p_.topk + b];
-      const float logprob = candidate < 0 ? kNone : or_none(p_.logprobs[position * p_.topk + b]);
-      mass += std::exp(logprob);
-      const std::vector<float> successor = row_of(p_.successors, candidate);
+    for (size_t b = 0; b < known.values.size(); ++b) {
+      const std::vector<float> successor = row_of(p_.successors, candidates[b]);
       float dot = 0;
       for (size_t i = 0; i < rank_; ++i) dot += output[i] * successor[i];
-      logits.push_back(logprob == kNone ? kNone : or_none(logprob + dot));
+      logits.push_back(known.logit(b, dot));
     }
     node.below.resize(logits.size());
-    share_out(logits, std::max(1 - mass, 0.0f), 0, node.below.data());
+    share_out(logits, known.rest(), 0, node.below.data());
     nodes_.push_back(node);
     add_next(static_cast<int>(nodes_.size()) - 1, -1);
   }

@@ -12,7 +12,7 @@ void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
   const bool overlap = ctx.code_capability >= 90;
   const FusedTarget target{.has_maps = overlap,
                            .max_rows = kMaxRows,
-                           .max_combined_k_blocks = 4,
+                           .max_combined_k_blocks = PortableCopies::kMaxCombinedKBlocks,
                            .max_rotated_groups = overlap ? 2 : PortableCopies::kMaxRotatedGroups};
   run_fused_layer(ctx, target, p, [&](const FusedLayerArgs& args, int groups, int num_ctas) {
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
@@ -24,7 +24,6 @@ void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
           if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
             using Mainloop =
                 PackedMainloop<PortableCopies, MmaSync, decltype(t), kGroups, Unpacker>;
-            static_assert(Ring<Mainloop>::kStages >= (kGroups == 1 ? 4 : 2));
             launch_fused_layer<Mainloop>(ctx, args, p.attention, num_ctas);
           }
         });

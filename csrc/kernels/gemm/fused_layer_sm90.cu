@@ -8,7 +8,7 @@ namespace cpmcu::cuda {
 void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
   const FusedTarget target{.has_maps = true,
                            .max_rows = kMaxFusedRows,
-                           .max_combined_k_blocks = kMaxCombinedKBlocks,
+                           .max_combined_k_blocks = HopperCopies::kMaxCombinedKBlocks,
                            .max_rotated_groups = HopperCopies::kMaxRotatedGroups};
   run_fused_layer(ctx, target, p, [&](const FusedLayerArgs& args, int groups, int num_ctas) {
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {

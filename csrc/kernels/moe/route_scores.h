@@ -1,9 +1,9 @@
 // Routers other than a plain softmax: ops around moe_route.
 //
 //   score_experts   scores = sigmoid(logits); logits = scores + bias, by which moe_route chooses
-//   mask_groups     logits of all but the best groups = -infinity. A group is of experts that
-//                   follow each other; its value is the sum of its two largest logits. Of equal
-//                   groups the lower is better
+//   mask_groups     logits of all but the best groups = -infinity. A group has consecutive
+//                   experts. Its value is the sum of its two largest logits. If two groups have
+//                   equal values, the first is better
 //   weigh_experts   weight of a pair = factor * scale[expert] * w
 //
 // w is the score of the pair's expert, with `renormalise` divided by epsilon + the sum over the

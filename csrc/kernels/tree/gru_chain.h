@@ -29,8 +29,9 @@ REGISTER_OP(gru_cell, GruCellParams)
 //
 // Without `moving`, logit(b) = logprob(b). The score of a chain is the sum of
 // log(exp(logit(b)) / (sum over b of exp(logit(b)) + rest)), where other tokens have the
-// probability rest = max(0, 1 - sum over b of exp(logprob(b))). Of equal candidates the first is
-// chosen. NaN counts as -inf. If no candidate exists, the chain ends; missing tokens are -1.
+// probability rest = max(0, 1 - sum over b of exp(logprob(b))). If logits are equal, the
+// first candidate is chosen. NaN counts as -inf. If no candidate exists, the chain ends; missing
+// tokens are -1.
 struct ChainStepParams {
   int num_seqs = 0;                  // B
   int depth = 0;                     // D

@@ -194,7 +194,7 @@ class DSparkDrafter : public BlockDrafter {
   Tensor joint_, bias_;   // G [r, H + r], [r]; of an rnn [3 r, 2 r + H], [3 r]
   Tensor left_, right_;   // its columns of h [r, H] and of W1[a] [r, r]
   Tensor table_, gates_;  // [V, r], [max_seqs D, r]
-  // Of an rnn: rows [0; 0; h] of 2 r + H values, its matrix times these rows, states of nodes.
+  // rnn only: rows [0; 0; h] of 2 r + H values; joint_ times these rows; the states of nodes.
   Tensor padded_, inputs_, states_;
   int* index_ = nullptr;  // pieces of rows of joint_: first those of left_, then those of right_
 };

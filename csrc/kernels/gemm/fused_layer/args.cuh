@@ -63,7 +63,7 @@ struct WeightBlocks {
 struct alignas(64) GemmArgs : WeightBlocks {
   int number;               // of the GEMM in the launch; indexes FusedState
   bool is_rest;             // x is that of the part before, and no grid barrier lies between
-  TensorMap x_map, w_map;   // Hopper only; w_map: 16-bit W only
+  TensorMap x_map, w_map;   // for TMA; w_map: 16-bit W only
   const void* x;            // [M, K]
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
@@ -111,9 +111,6 @@ struct FusedLayerArgs {
   int num_following;
   int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
 };
-
-// Limit of kPerCtaSlice in k blocks on Hopper; each takes a stage.
-constexpr int kMaxCombinedKBlocks = 8;
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...
 struct CtaRange {

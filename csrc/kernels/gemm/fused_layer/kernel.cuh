@@ -16,8 +16,8 @@
 // From Hopper on, a producer is one thread that issues TMA copies. Before Hopper, it is a warp that
 // issues cp.async (mainloops.cuh). A GEMM has tiles of 256 rows of W. If there are fewer tiles than
 // CTAs, K is cut into slices. K is also cut for a few tiles that a gated GEMM has beyond the CTAs
-// (GemmArgs). The order of additions depends on N and K only, so a row has the same bits whatever
-// the batch.
+// (GemmArgs). The order of additions depends on N, K and the number of CTAs, so a row has the same
+// bits whatever the batch.
 //
 // The surprising decision: a grid barrier replaces the launch between two GEMMs. It costs as much
 // as a launch, but weights keep loading during it. When x arrives, the pipeline is full.
@@ -28,7 +28,8 @@
 // CTAs count arrivals instead.
 // Norms: the epilogue of y also writes y * norm_weight, and adds y^2 to an integer sum, whose order
 // does not matter. The next GEMM reads y * norm_weight and divides its sums by the root mean
-// square. RoPE, up to 16 rows: an epilogue tile holds both elements of each rotated pair.
+// square. RoPE, for few rows (kMaxRotatedGroups): an epilogue tile holds both elements of each
+// rotated pair.
 //
 // Code outside the main loop runs once or a few times in a launch, from a cold instruction cache at
 // two to three cycles an instruction. So loads that do not need x are issued before x arrives.

@@ -96,8 +96,8 @@ void add_gemm(FusedLayerArgs& args, GemmArgs gemm, int num_ctas) {
 struct FusedTarget {
   bool has_maps;              // x and 16-bit W are read through tensor maps
   int64_t max_rows;           // of a launch whose W has 4 bits of a common layout
-  int max_combined_k_blocks;  // limit of kPerCtaSlice; each k block takes a stage
-  int max_rotated_groups;     // maximum number of groups of rows for which the kernel applies RoPE
+  int max_combined_k_blocks;  // as in Copies
+  int max_rotated_groups;     // as in Copies
 };
 
 bool has_4_bits(const FusedGemm& gemm) {
@@ -133,6 +133,9 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
   using Ring = Ring<Mainloop>;
   const auto kernel = fused_layer_kernel<Mainloop>;
   static_assert(Mainloop::kInFlight <= Ring::kStages, "every load in flight has its own stage");
+  static_assert(Ring::kStages >= 2, "weights are loaded while others are multiplied");
+  static_assert(!Mainloop::kCombinesSlice ||
+                Mainloop::Copies::kMaxCombinedKBlocks <= Ring::kStages);
   for (GemmArgs& gemm : args.parts) gemm.alpha /= Mainloop::kScale;
   // More than half of an SM's shared memory: an SM gets one CTA.
   const auto bytes = std::max<int64_t>(Ring::kBytes, ctx.sm_shared_bytes / 2 + 1024);

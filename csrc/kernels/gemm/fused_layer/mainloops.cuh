@@ -13,10 +13,11 @@ namespace cpmcu::cuda::fused {
 //   kHopper  code for sm_90a
 //   kEngine  true: one thread issues TMA copies; false: a warp issues cp.async
 //   kBytes   shared memory of the stages
-//   kMaxRotatedGroups  most groups of rows for which the kernel applies RoPE
+//   kMaxCombinedKBlocks  limit of CombineMode::kPerCtaSlice in k blocks; each takes a stage
+//   kMaxRotatedGroups    most groups of rows for which the kernel applies RoPE
 struct HopperCopies {
   static constexpr bool kHopper = true, kEngine = true;
-  static constexpr int kBytes = kRingBytes;
+  static constexpr int kBytes = kRingBytes, kMaxCombinedKBlocks = 8;
   // For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
   static constexpr int kMaxRotatedGroups = 2;
 };
@@ -27,7 +28,7 @@ struct PortableCopies {
 #else
   static constexpr bool kEngine = false;
 #endif
-  static constexpr int kBytes = 98 * 1024;
+  static constexpr int kBytes = 98 * 1024, kMaxCombinedKBlocks = 4;
   static constexpr int kMaxRotatedGroups = 4;
 };
 // Lanes of a producer's warp that copy. Each arrives at the barrier of a stage.
