@@ -63,6 +63,19 @@ class Page:
         assert found, [b.accessible_name for b in buttons if b.is_displayed()]
         found[-1].click()
 
+    def press(self, selector: str) -> None:
+        """Clicks an element. If the page draws its list again meanwhile, finds the element anew."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        def clicked() -> bool:
+            try:
+                self.find(selector).click()
+            except StaleElementReferenceException:
+                return False
+            return True
+
+        self.wait(clicked)
+
     def texts(self, selector: str) -> list[str]:
         # element.text has only visible text with white space removed.
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"

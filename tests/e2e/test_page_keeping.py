@@ -72,7 +72,7 @@ def test_conversations_are_listed_renamed_and_deleted(driver, scripted):
     assert page.contents() == [f"second {cue('think')}"]
     first, second = f"first {cue('story')}", f"second {cue('think')}"
     assert listed(page) == [second, first]
-    page.find("#list li:last-child .chat").click()
+    page.press("#list li:last-child .chat")
     assert page.answered(1) == [STORY]
     page.click(f"Rename {first}")
     driver.switch_to.active_element.send_keys("My story", Keys.ENTER)
@@ -188,7 +188,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(driver, server):
     assert page.find("#send").is_displayed()
     assert len(page.texts("#list .dot")) == 1
     page.wait(lambda: not page.texts("#list .dot"))
-    page.find("#list .chat").click()
+    page.press("#list .chat")
     page.answered(1)
     assert page.texts(".answer .numbers")[0].startswith("300 tokens")
 
@@ -256,7 +256,7 @@ def test_tabs_share_conversations(driver, scripted):
         driver.get(scripted.url + "/")
         page.ready()
         assert listed(page) == [cue("story")]
-        page.find("#list .chat").click()
+        page.press("#list .chat")
         page.type(cue("think") + "\n")
         page.answered(2)
         there = driver.current_window_handle

@@ -65,7 +65,7 @@ def test_search_finds_words_of_titles_and_messages(page):
     assert search.get_property("value") == ""
     search.send_keys("einmal")
     page.wait(lambda: len(listed(page)) == 1)
-    page.find("#list .chat").click()
+    page.press("#list .chat")
     assert page.answered(1) == [STORY]
 
 
@@ -95,7 +95,7 @@ def test_a_draft_is_listed_when_it_is_left(page):
     assert listed(page) == []
     page.click("New conversation")
     assert listed(page) == ["not sent"]
-    page.find("#list .chat").click()
+    page.press("#list .chat")
     assert page.prompt() == "not sent"
 
 
@@ -120,7 +120,7 @@ def test_a_conversation_can_have_its_own_settings(page):
     assert page.asked()[1]["messages"][0]["content"] == "Common."
     page.reload()
     page.ready()
-    page.find("#list li:last-child .chat").click()
+    page.press("#list li:last-child .chat")
     page.click("Settings")
     assert page.find("#scope-own").is_selected()
     assert page.find("[name=temperature]").get_property("value") == "0.25"
