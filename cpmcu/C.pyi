@@ -406,18 +406,20 @@ class Engine:
         """ValueError that lists the missing tensors."""
 
     def launches(
-        self, prefill: bool = False, capability: int | None = None
+        self, prefill: bool = False, capability: int | None = None, sums_over_ranks: bool = False
     ) -> list[dict[str, typing.Any]]:
         """{layer, kind, ops, bytes} of each launch of a pass of the target.
 
         layer: of the first op, -1: before the first layer. ops: names; "next " precedes those of
         the next layer. bytes: of the weights that it reads for one token, 0: none or unknown.
-        capability: of another device, 90 for sm_90, 0 for the CPU."""
+        capability: of another device, 90 for sm_90, 0 for the CPU. sums_over_ranks: as in
+        cut_for."""
 
-    def cut_for(self, capability: int) -> None:
+    def cut_for(self, capability: int, sums_over_ranks: bool = False) -> None:
         """For tests: cuts the target's pass as for a device of this compute capability.
 
-        On the CPU a fused layer then runs op by op."""
+        On the CPU a fused layer then runs op by op. sums_over_ranks: a fused layer may hold sums
+        over ranks."""
 
     def add_sequence(
         self,

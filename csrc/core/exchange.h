@@ -23,11 +23,24 @@ struct Exchange {
   int64_t num_words = 0;           // maximum number of words of a message
   int64_t width = 0;               // words of a row of hidden states, a multiple of 4
   uint64_t* buffers[kMaxRanks]{};  // of each rank: [2, num_ranks, num_words]
-  uint32_t* rounds = nullptr;      // [kExchangeCtas]: rounds so far, in this rank's memory
+  uint32_t* rounds = nullptr;      // [kExchangeCtas + 1]: rounds so far, in this rank's memory
   uint32_t* state = nullptr;       // in this rank's memory; ExchangeState
   volatile int* failed = nullptr;  // in host memory, shared: 1 + the rank that gave up, or 0
+  int64_t fused_words = 0;         // num_words of in_fused_layers()
 
   constexpr int64_t half_words() const { return num_ranks * num_words; }
+  // 8-byte words of a receive buffer, both halves and those of in_fused_layers() included.
+  constexpr int64_t buffer_words() const { return 2 * num_ranks * (num_words + fused_words); }
+
+  // The exchange of sums within fused layers: its words lie behind the others, and all CTAs of a
+  // launch share one count of rounds.
+  Exchange in_fused_layers() const {
+    Exchange inner = *this;
+    for (int to = 0; to < num_ranks; ++to) inner.buffers[to] += 2 * half_words();
+    inner.num_words = fused_words;
+    inner.rounds += kExchangeCtas;
+    return inner;
+  }
 };
 
 // A rank got no answer. `is_echo`: the cause is the earlier failure of another rank.

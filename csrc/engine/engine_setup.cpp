@@ -2,7 +2,9 @@
 #include <algorithm>
 
 #include "engine/engine.h"
+#include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/ranks/rank_sum.h"
 #include "model/model_part.h"
 #include "state/page_shares.h"
 
@@ -223,17 +225,18 @@ void Engine::plan_exchange() {
   exchange_.width = row_bytes / 4;
   exchange_.num_words =
       std::max(limits_.max_tokens * exchange_.width, int64_t{spec_.vocab_size} / spec_.num_ranks);
-  receive_id_ = plan_.add("exchange.buffers", "state", 8 * 2 * exchange_.half_words());
+  exchange_.fused_words = rank_sum_words(kMaxFusedRows, spec_.hidden_size);
+  receive_id_ = plan_.add("exchange.buffers", "state", 8 * exchange_.buffer_words());
   rounds_id_ =
-      plan_.add("exchange.rounds", "state", int64_t{4} * (kExchangeCtas + kNumExchangeStates));
+      plan_.add("exchange.rounds", "state", int64_t{4} * (kExchangeCtas + 1 + kNumExchangeStates));
 }
 
 void Engine::bind_exchange() {
   exchange_.buffers[rank_] = arena_->array<uint64_t>(receive_id_);
   exchange_.rounds = arena_->array<uint32_t>(rounds_id_);
-  exchange_.state = exchange_.rounds + kExchangeCtas;
-  fill_bytes(ctx_.device, exchange_.buffers[rank_], 0, 8 * 2 * exchange_.half_words(), ctx_.stream);
-  fill_bytes(ctx_.device, exchange_.rounds, 0, 4 * (kExchangeCtas + kNumExchangeStates),
+  exchange_.state = exchange_.rounds + kExchangeCtas + 1;
+  fill_bytes(ctx_.device, exchange_.buffers[rank_], 0, 8 * exchange_.buffer_words(), ctx_.stream);
+  fill_bytes(ctx_.device, exchange_.rounds, 0, 4 * (kExchangeCtas + 1 + kNumExchangeStates),
              ctx_.stream);
 }
 
@@ -307,9 +310,17 @@ void Engine::finish_loading() {
   ready_ = true;
 }
 
-std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability) const {
-  return model_.launches(phase,
-                         capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_));
+std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability,
+                                        bool sums_over_ranks) const {
+  CutTarget target = capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_);
+  target.sums_over_ranks |= sums_over_ranks;
+  return model_.launches(phase, target);
+}
+
+void Engine::cut_for(int capability, bool sums_over_ranks) {
+  CutTarget target = CutTarget::of_capability(capability);
+  target.sums_over_ranks = sums_over_ranks;
+  model_.cut(target);
 }
 
 std::map<std::string, int64_t> Engine::counters() const {

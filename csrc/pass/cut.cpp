@@ -13,6 +13,7 @@ class Cutter {
   Cutter(const OpList& list, const CutTarget& target)
       : ops_(list.ops()),
         prefetches_(target.prefetches),
+        joins_ranks_(target.sums_over_ranks),
         forms_(list.phase() == Phase::kDecode ? target.fused : FusedForms::kNone) {}
 
   std::vector<Launch> run() {
@@ -77,7 +78,8 @@ class Cutter {
 
   void add(int place, const RouterOp& router) {
     int norm = -1;
-    if (norm_ >= 0 && get<NormOp>(norm_).out == router.x) norm = std::exchange(norm_, -1);
+    const bool is_free = norm_ >= 0 && !is_sum_alone();
+    if (is_free && get<NormOp>(norm_).out == router.x) norm = std::exchange(norm_, -1);
     flush();
     launches_.push_back({.op = place, .ops = present({norm, place}), .norm = norm});
   }
@@ -110,7 +112,16 @@ class Cutter {
 
   void add(int place, const CallOp&) { emit_alone(place); }
 
-  void add(int place, const RankSumOp&) {
+  void add(int place, const RankSumOp& sum) {
+    // A copy reads the residual stream before the sum changes it.
+    const bool joins = joins_ranks_ && !stages_.empty() && norm_ < 0 && rotary_ < 0 &&
+                       copies_.empty() && stages_.back().sum < 0 &&
+                       written(stages_.back()) == sum.part &&
+                       op(place).section == op(stages_.back().linear).section;
+    if (joins) {
+      stages_.back().sum = place;
+      return;
+    }
     flush();
     combine_ = place;
   }
@@ -129,7 +140,15 @@ class Cutter {
 
   // The value that a stage writes.
   const Value& written(const FusedStage& stage) const {
-    return stage.sum < 0 ? get<LinearOp>(stage.linear).y : get<SumOp>(stage.sum).hidden;
+    if (stage.sum < 0) return get<LinearOp>(stage.linear).y;
+    const RankSumOp* of_ranks = op(stage.sum).as<RankSumOp>();
+    return of_ranks != nullptr ? of_ranks->hidden : get<SumOp>(stage.sum).hidden;
+  }
+  // Whether the only stage ends in a sum over ranks. That is then a launch of its own, which may
+  // have a norm.
+  bool is_sum_alone() const {
+    return stages_.size() == 1 && stages_.front().sum >= 0 &&
+           op(stages_.front().sum).as<RankSumOp>() != nullptr;
   }
   const Value& combined() const {
     if (const RankSumOp* sum = op(combine_).as<RankSumOp>()) return sum->hidden;
@@ -158,8 +177,9 @@ class Cutter {
       const Value& normed = get<NormOp>(norm_).out;
       if (normed != linear.x || is_read_after(place, normed)) return false;
       // Nor does it add a bias before a norm.
-      const int sum = stages_.back().sum;
-      if (sum >= 0 && !get<SumOp>(sum).bias.empty()) return false;
+      const int place_of_sum = stages_.back().sum;
+      const SumOp* sum = place_of_sum < 0 ? nullptr : op(place_of_sum).as<SumOp>();
+      if (sum != nullptr && !sum->bias.empty()) return false;
     }
     if (stages_.empty()) {
       return attention_ < 0 || attended() == linear.x;
@@ -215,9 +235,14 @@ class Cutter {
       launch.ops = present({launch.op, launch.sum, launch.norm});
       launches_.push_back(std::move(launch));
     } else if (!stages_.empty()) {
+      const int sum = is_sum_alone() ? std::exchange(stages_.front().sum, -1) : -1;
       emit_stages();
-      if (norm_ >= 0) launches_.push_back({.op = norm_, .ops = {norm_}});
-      norm_ = -1;
+      const int norm = std::exchange(norm_, -1);
+      if (sum >= 0) {
+        launches_.push_back({.op = sum, .ops = present({sum, norm}), .norm = norm});
+      } else if (norm >= 0) {
+        launches_.push_back({.op = norm, .ops = {norm}});
+      }
     }
     attention_ = -1;
     emit_copies();
@@ -265,7 +290,7 @@ class Cutter {
   }
 
   const std::vector<Op>& ops_;
-  const bool prefetches_;
+  const bool prefetches_, joins_ranks_;
   const FusedForms forms_;
   int next_ = 0;  // place of the next op
   std::vector<Launch> launches_;

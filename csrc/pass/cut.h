@@ -5,15 +5,16 @@
 //
 //   launch          ops
 //   fused layer     up to four linear ops that follow one another and have one form of weights; a
-//                   norm between two of them; before the first one, the combination of the
-//                   attention splits that it reads; after the last one, rotary_kv of its output
+//                   sum over ranks after one of them, if the target allows it; a norm between two
+//                   of them; before the first one, the combination of the attention splits that it
+//                   reads; after the last one, rotary_kv of its output
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
 //
 // Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Three
-// rules hold everywhere. A sum is part of the op before it. The norm after a sum over ranks is part
-// of that sum. If no other op lies between, compressed keys of layers with equal shapes are one
-// launch.
+// rules hold everywhere. A sum is part of the op before it. If a sum over ranks is a launch, the
+// norm after it is part of it. If no other op lies between, compressed keys of layers with equal
+// shapes are one launch.
 //
 // The choice depends on the ops and the target, never on the rows of a step.
 #pragma once
@@ -30,6 +31,8 @@ namespace cpmcu {
 struct CutTarget {
   FusedForms fused = FusedForms::kNone;  // what the fused layer kernel reads
   bool prefetches = true;                // a fused layer may load weights of the next launch to L2
+  // A fused layer may hold sums over ranks. Off: this has not run on two GPUs yet.
+  bool sums_over_ranks = false;
 
   // The target of a device.
   static CutTarget of(const Context& ctx) { return {.fused = fused_forms(ctx)}; }
@@ -37,7 +40,7 @@ struct CutTarget {
   static CutTarget of_capability(int capability) { return {.fused = fused_forms_of(capability)}; }
 };
 
-// A linear op of a fused layer, with the sum and the norm after it.
+// A linear op of a fused layer, with the sum (also over ranks) and the norm after it.
 struct FusedStage {
   int linear = -1, sum = -1, norm = -1;
 };

@@ -137,18 +137,28 @@ class Replay {
 
   // ---- fused layers
 
+  static void set_sum(FusedGemm& gemm, const Op& op, const Rows& rows) {
+    if (const RankSumOp* sum = op.as<RankSumOp>()) {
+      gemm.y = rows(sum->hidden), gemm.part = rows(sum->part);
+      gemm.beta = sum->adds ? 1 : 0;
+    } else {
+      const SumOp& plain = std::get<SumOp>(op.what);
+      gemm.y = rows(plain.hidden), gemm.bias = plain.bias;
+      gemm.beta = 1;
+    }
+  }
+
   FusedGemm gemm_of(const FusedStage& stage, const FusedForm& weight, const Rows& rows) const {
     const LinearOp& linear = get<LinearOp>(stage.linear);
-    FusedGemm gemm{.y = rows(stage.sum < 0 ? linear.y : get<SumOp>(stage.sum).hidden),
+    FusedGemm gemm{.y = {},
                    .x = rows(linear.x),
                    .packed = weight.packed,
                    .w = weight.w,
                    .gated = linear.gated && !weight.w.empty(),
                    .alpha = linear.alpha,
-                   .beta = stage.sum < 0 ? 0.0f : 1.0f,
                    .scratch = weight.scratch};
     if (gemm.gated) gemm.scratch = rows(linear.gate_up);
-    if (stage.sum >= 0) gemm.bias = get<SumOp>(stage.sum).bias;
+    stage.sum < 0 ? static_cast<void>(gemm.y = rows(linear.y)) : set_sum(gemm, op(stage.sum), rows);
     if (stage.norm < 0) return gemm;
     const NormOp& norm = get<NormOp>(stage.norm);
     gemm.normed = rows(norm.out);

@@ -1,11 +1,13 @@
 #include "kernels/gemm/fused_layer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/add_bias.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/silu_mul.h"
+#include "kernels/ranks/rank_sum.h"
 
 namespace cpmcu {
 
@@ -15,6 +17,7 @@ void fused_layer_sm80(const Context& ctx, const FusedLayerParams& params);
 #endif
 #ifdef CPMCU_SM90
 void fused_layer_sm90(const Context& ctx, const FusedLayerParams& params);
+void fused_layer_ranks_sm90(const Context& ctx, const FusedLayerParams& params);
 #endif
 }  // namespace cuda
 
@@ -95,6 +98,15 @@ void check_fused_layer(const FusedLayerParams& p) {
           "fused_layer: gemm {} has a bias {} and y {}; expected N numbers, and no gate, norm or "
           "rotary_kv",
           i, gemm.bias.shape_text(), gemm.y.shape_text());
+    CHECK(
+        gemm.part.empty() ||
+            (gemm.part.dtype() == gemm.y.dtype() &&
+             gemm.part.num_elements() == gemm.y.num_elements() && !gemm.is_gated() &&
+             gemm.bias.empty() && (gemm.beta == 0 || gemm.beta == 1) && p.gemms.size() > 1 &&
+             (p.rotary.qkv.empty() || i + 1 < p.gemms.size())),
+        "fused_layer: gemm {} of {} has a part {} and y {}; expected the shape of y, another gemm, "
+        "beta 0 or 1, and no gate, bias or rotary_kv",
+        i, p.gemms.size(), gemm.part.shape_text(), gemm.y.shape_text());
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&
@@ -118,7 +130,12 @@ void check_fused_layer(const FusedLayerParams& p) {
 }
 
 void multiply(const Context& ctx, const FusedGemm& gemm) {
-  if (!gemm.is_dense()) {
+  if (!gemm.part.empty()) {
+    FusedGemm own = gemm;
+    own.y = std::exchange(own.part, {}), own.beta = 0;
+    multiply(ctx, own);
+    rank_sum(ctx, {.hidden = gemm.y, .part = gemm.part, .adds = gemm.beta != 0});
+  } else if (!gemm.is_dense()) {
     packed_gemm(ctx, {.y = gemm.y,
                       .x = gemm.x,
                       .w = gemm.packed,
@@ -141,12 +158,19 @@ void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   // packed_gemm adds in another order, so the choice must not depend on the number of rows.
   const FusedGemm& first = params.gemms.front();
   const bool is_alone = params.gemms.size() == 1 && !first.is_dense() && params.rotary.qkv.empty();
+  [[maybe_unused]] const bool sums_ranks =
+      std::any_of(params.gemms.begin(), params.gemms.end(),
+                  [](const FusedGemm& gemm) { return !gemm.part.empty(); });
   [[maybe_unused]] const FusedForms forms = is_alone ? FusedForms::kNone : fused_forms(ctx);
 #ifdef CPMCU_SM90
-  if (forms == FusedForms::kAll) return cuda::fused_layer_sm90(ctx, params);
+  if (forms == FusedForms::kAll) {
+    return sums_ranks ? cuda::fused_layer_ranks_sm90(ctx, params)
+                      : cuda::fused_layer_sm90(ctx, params);
+  }
 #endif
 #ifdef CPMCU_SM80
-  if (forms == FusedForms::kFourBits && !first.is_dense() && fuses(forms, first.packed.layout)) {
+  if (forms == FusedForms::kFourBits && !sums_ranks && !first.is_dense() &&
+      fuses(forms, first.packed.layout)) {
     return cuda::fused_layer_sm80(ctx, params);
   }
 #endif

@@ -6,6 +6,10 @@
 // contents of `normed` after the launch are unspecified. All W have one layout of weight blocks (of
 // one plane), or all have 16 bits. y has the dtype of x.
 //
+// If a GEMM has a `part`, its inputs are divided among ranks: y = the sum of alpha * x W^T of all
+// ranks + beta * y, as rank_sum computes it from rounded parts. All ranks then launch the same
+// GEMMs for equal numbers of rows.
+//
 // The first x may be the `out` of attention_splits: the kernel combines the splits first. The last
 // y may be the qkv of rotary_kv: the kernel then applies rotary_kv with the same bits. Of this y,
 // only the elements that rotary_kv writes are specified.
@@ -46,6 +50,7 @@ struct FusedGemm {
   bool gated = false;     // rows [0, N / 2) of W are gate, the others up
   float alpha = 1;        // as in GemmParams; 1 if gated
   float beta = 0;
+  Tensor part{};         // [M, N], y's dtype: scratch of a GEMM divided among ranks; empty: whole
   Tensor bias{};         // [1, N], y's dtype; empty: none. Without a norm, gate and rotary_kv
   Tensor scratch{};      // fallback only: packed_gemm's scratch, or [M, N] for a gated 16-bit W
   Tensor normed{};       // [M, N]; empty: no norm

@@ -21,6 +21,12 @@ struct RankSumParams {
   RmsNormParams norm{};  // of `hidden` after the sum, without an index; empty: none
 };
 
+// Words of the parts of a sum within a fused layer. A lane of its epilogue has 4 columns of 2 rows:
+// 4 words.
+inline int64_t rank_sum_words(int64_t rows, int64_t columns) {
+  return (rows + 1) / 2 * ((columns + 31) / 32 * 32);
+}
+
 inline void check_rank_sum(const Context& ctx, const RankSumParams& p) {
   CHECK_STATE(ctx.exchange != nullptr, "rank_sum runs without an exchange between ranks");
   CHECK(p.hidden.num_dims() == 2 && p.part.num_dims() == 2 && p.hidden.size(0) == p.part.size(0) &&

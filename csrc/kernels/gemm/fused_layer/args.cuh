@@ -1,6 +1,7 @@
 // Arguments and persistent state of the fused layer kernel (kernel.cuh).
 #pragma once
 
+#include "core/exchange.h"
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/packed/multiply.cuh"
@@ -78,6 +79,7 @@ struct alignas(64) GemmArgs : WeightBlocks {
   int rope_pair_stride = 1;
   uint8_t scale_form;
   bool gated;
+  uint8_t rank_sum;  // number of this sum over ranks in the launch, from 1; 0: none
 };
 
 // rotary_kv after the last GEMM.
@@ -110,6 +112,14 @@ struct FusedLayerArgs {
   WeightBlocks following[kMaxFollowing];
   int num_following;
   int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
+  int num_rank_sums;
+  Exchange exchange;  // of these sums
+};
+
+// What the sums over ranks of a launch need of the exchange's state.
+struct RankRounds {
+  uint32_t before;  // rounds before this launch
+  bool is_silent, waits;
 };
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...

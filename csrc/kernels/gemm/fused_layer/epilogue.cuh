@@ -2,13 +2,14 @@
 #pragma once
 
 #include "kernels/gemm/fused_layer/outputs.cuh"
+#include "kernels/ranks/words.cuh"
 
 namespace cpmcu::cuda::fused {
 
 // An epilogue tile has two m16 tiles (16 rows of W each) and 8 rows of x. A lane has rows row and
 // row + 1 of x. It has rows n and n + 8 of W of both m16 tiles, in the order of weight blocks.
 // Inputs other than sums (old y, norm weights, bias, angles) are loaded before x arrives.
-template <typename T, int kGroups>
+template <typename T, int kGroups, bool kSumsRanks>
 struct EpilogueTiles {
   const FusedLayerArgs& args;
   const GemmArgs& gemm;
@@ -128,6 +129,47 @@ struct EpilogueTiles {
                            y + int64_t{row + j} * gemm.n);
     }
   }
+  // Sends this rank's part of y to the other ranks. Then `sum` becomes the sum of all parts and of
+  // the old y (kernels/ranks/rank_sum.h).
+  __device__ __forceinline__ void add_ranks(const Place& place, float (&sum)[2][4],
+                                            const float* row_scales,
+                                            const RankRounds& rounds) const {
+    const auto [_, m16_tile, row, n] = place;
+    const int block = (n0 + m16_tile * 16) / 32, num_blocks = (gemm.n + 31) / 32;
+    if (row >= args.m || block >= num_blocks) return;
+    const auto word_of = [&](int t, int half) {
+      return pack2<T>(__fmul_rn(row_scales[row], sum[t][half * 2]),
+                      __fmul_rn(row_scales[row + 1], sum[t][half * 2 + 1]));
+    };
+    const uint4 own = {word_of(0, 0), word_of(0, 1), word_of(1, 0), word_of(1, 1)};
+    const uint32_t round = rounds.before + gemm.rank_sum;
+    const int64_t at = (int64_t{row / 2} * num_blocks + block) * 32 + g * 4;
+    const int64_t half_buffer = round % 2 * args.exchange.half_words();
+    if (!rounds.is_silent) send4(args.exchange, half_buffer, at, own, round);
+    const uint64_t* buffer = args.exchange.buffers[args.exchange.rank] + half_buffer;
+    bool waits = rounds.waits;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[t][i] = gemm.beta == 0 ? 0 : to_float(old[t][i / 2][i % 2]);
+    }
+#pragma unroll 1
+    for (int from = 0; from < args.exchange.num_ranks; ++from) {
+      const uint4 words = from == args.exchange.rank
+                              ? own
+                              : receive4(args.exchange, buffer, from, at, round, waits);
+      const uint32_t all[2][2] = {{words.x, words.y}, {words.z, words.w}};
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 parts = unpack2<T>(all[t][half]);
+          sum[t][half * 2] += parts.x, sum[t][half * 2 + 1] += parts.y;
+        }
+      }
+    }
+  }
+
   // Stores y; if a norm follows, also y * (norm_weight + norm_offset), and adds the squares of both
   // rows.
   __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
@@ -157,7 +199,8 @@ struct EpilogueTiles {
         for (int half = 0; half < 2; ++half) {
           if (t * 16 + half * 8 >= left) continue;
           const T value =
-              gemm.bias == nullptr
+              kSumsRanks && gemm.rank_sum > 0 ? from_float<T>(sum[t][half * 2 + j])
+              : gemm.bias == nullptr
                   ? finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j])
                   : biased(gemm, scale, sum[t][half * 2 + j], old[t][half][j], weight[t][half]);
           to[t * 16 + half * 8] = value;

@@ -147,7 +147,8 @@ __device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], ch
   }
 }
 
-template <typename Mainloop>
+// kSumsRanks: GEMMs may be divided among ranks.
+template <typename Mainloop, bool kSumsRanks>
 __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) fused_layer_kernel(
     const __grid_constant__ FusedLayerArgs args,
     const __grid_constant__ AttentionArgs<typename Mainloop::Element> attention) {
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
   __shared__ int num_loaded;
+  [[maybe_unused]] __shared__ RankRounds rank_rounds;
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   ptx::opaque(ring.data);  // so it is computed once
@@ -189,6 +191,11 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
   ptx::pdl_wait();
   trace.stamp(1);
   uint32_t launch_parity = __ldcg(&args.state->launches) % 2;
+  if (kSumsRanks && threadIdx.x == 0) {
+    rank_rounds = {.before = __ldcg(args.exchange.rounds),
+                   .is_silent = __ldcg(&args.exchange.state[kSilent]) != 0,
+                   .waits = __ldcg(&args.exchange.state[kGaveUp]) == 0};
+  }
   arrive_without_part(args, ring, launch_parity);
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[launch_parity ^ 1][0];
@@ -215,7 +222,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
 #pragma unroll 1
     for (int tile = range.tile; tile < gemm.tiles; tile += gridDim.x) {
       const int n0 = tile * kPackedRows;
-      EpilogueTiles<T, kGroups> epilogue{args, gemm, y, n0, first_warp_tile, rotated, g, q2};
+      EpilogueTiles<T, kGroups, kSumsRanks> epilogue{args,    gemm, y, n0, first_warp_tile,
+                                                     rotated, g,    q2};
       if (rotated && warp < num_epilogue_tiles) epilogue.load_rotations(warp);
       if (kGroups < 8 && !alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
       // Wait for x. Once it is here, all GEMMs before are complete.
@@ -312,6 +320,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
           epilogue.store_rotated(place, sum, row_scales);
           continue;
         }
+        if constexpr (kSumsRanks) {
+          if (gemm.rank_sum > 0) epilogue.add_ranks(place, sum, row_scales, rank_rounds);
+        }
         float squares[2] = {};
         epilogue.store(place, sum, row_scales, squares);
         if (gemm.normed == nullptr) continue;
@@ -334,6 +345,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
     if (args.combine_mode == CombineMode::kGridWide) args.state->bases[0] += gridDim.x;
     for (int i = 1; i < args.num_gemms; ++i) args.state->bases[i] += gridDim.x;
     if (args.num_gemms > 1) ++args.state->launches;
+    if (kSumsRanks) *args.exchange.rounds += args.num_rank_sums;
   }
 }
 

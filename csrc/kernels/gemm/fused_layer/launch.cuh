@@ -8,6 +8,7 @@
 #include "core/launch.h"
 #include "kernels/gemm/fused_layer/kernel.cuh"
 #include "kernels/gemm/tensor_map.cuh"
+#include "kernels/ranks/rank_sum.h"
 
 namespace cpmcu::cuda {
 namespace {
@@ -127,11 +128,11 @@ CombineMode combine_mode_of(const FusedTarget& target, const FusedLayerParams& p
   return is_short || is_busy ? CombineMode::kGridWide : CombineMode::kNone;
 }
 
-template <typename Mainloop>
+template <typename Mainloop, bool kSumsRanks = false>
 void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const AttentionParams& attention,
                         int num_ctas) {
   using Ring = Ring<Mainloop>;
-  const auto kernel = fused_layer_kernel<Mainloop>;
+  const auto kernel = fused_layer_kernel<Mainloop, kSumsRanks>;
   static_assert(Mainloop::kInFlight <= Ring::kStages, "every load in flight has its own stage");
   static_assert(Ring::kStages >= 2, "weights are loaded while others are multiplied");
   static_assert(!Mainloop::kCombinesSlice ||
@@ -181,10 +182,20 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
           make_gemm_args(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
                          gemm.x.rows(row, m), normed, target.has_maps, groups, num_ctas);
       made.number = static_cast<int>(i);
+      if (!gemm.part.empty()) made.rank_sum = static_cast<uint8_t>(++args.num_rank_sums);
       if (i + 1 < p.gemms.size()) {
         args.min_active_ctas = std::min(args.min_active_ctas, made.active_ctas);
       }
       add_gemm(args, made, num_ctas);
+    }
+    if (args.num_rank_sums > 0) {
+      args.exchange = ctx.exchange->in_fused_layers();
+      for (const FusedGemm& gemm : p.gemms) {
+        const int64_t words = rank_sum_words(m, gemm.part.empty() ? 0 : gemm.y.size(1));
+        CHECK(words <= args.exchange.num_words,
+              "fused_layer: {} words of a sum over ranks, expected up to {}", words,
+              args.exchange.num_words);
+      }
     }
     if (has_attention && row == 0) {
       args.combine_mode = combine_mode_of(target, p, args.parts[0], num_ctas);
