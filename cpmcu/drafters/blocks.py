@@ -15,9 +15,11 @@ level. Files in the format of speculators have the keys of the layers in
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpmcu.checks import shown
@@ -57,6 +59,12 @@ _ALIASES = (
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"\.self_attn\.attention_sink_bias$"), ".self_attn.sinks"),
     (re.compile(r"^(candidate_selector\.\w+_codebook)\.weight$"), r"\1"),
+    # LiLiCorr's first files number the parts of its MLPs.
+    (re.compile(r"^lilicorr\.feature_mlp\.0\."), "lilicorr.feature_norm."),
+    (re.compile(r"^(lilicorr\.feature_mlp)\.1\."), r"\1.up_proj."),
+    (re.compile(r"^(lilicorr\.feature_mlp)\.3\."), r"\1.down_proj."),
+    (re.compile(r"^(lilicorr\.layers\.\d+\.mlp)\.0\."), r"\1.up_proj."),
+    (re.compile(r"^(lilicorr\.layers\.\d+\.mlp)\.2\."), r"\1.down_proj."),
 )
 # Heads with further parts: the prefix of their tensors -> a text that is in their architectures.
 _OTHERS = {
@@ -82,6 +90,9 @@ class BlockHead:
     fixed_topk: bool = False  # spec_topk_per_iter may only ask for a chain
     is_chain: bool = False  # without trees; the root's row predicts instead of the last row
     projector: str | None = None  # the projector_type that config.json may name
+    part: str | None = None  # the prefix of _OTHERS that this kind reads
+    # Tensors of many dimensions that are matrices here -> their dimensions without the last.
+    matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     drafter: str | None = None  # the C++ drafter, if not that of this name
     ignored: Mapping[str, str] | None = None  # tensor -> reason
 
@@ -136,7 +147,7 @@ def plan_block(
     own_head, ignored = _tables(draft, target, named, vocab_ids)
     return DraftPlan(
         fields=fields,
-        names=_engine_names,
+        names=functools.partial(_engine_names, head.matrices),
         ignored={**ignored, **(head.ignored or {})},
         refuses_unknown=True,
         shares_head=not own_head and not vocab_ids,
@@ -170,18 +181,22 @@ def _object(value: object, key: str) -> Mapping[str, Any]:
 def _refuse_others(config: Mapping[str, Any], tensors: Tensors, head: BlockHead) -> None:
     """Raises ValueError for a head whose further parts the engine does not have."""
     named = str(config.get("architectures"))
-    found = [kind for part, kind in _OTHERS.items() if has_part(tensors, part) or kind in named]
+    found = [
+        kind
+        for part, kind in _OTHERS.items()
+        if part != head.part and (has_part(tensors, part) or kind in named)
+    ]
     found += [f"the layers of {part}" for part in _OTHER_LAYERS if part in named]
     if config.get("projector_type") not in (None, head.projector):
         found.append(f"a projector of type {shown(config['projector_type'])}")
     if config.get("attn_output_gate"):
         found.append("attn_output_gate")
-    if config.get("lilicorr_enabled"):
+    if config.get("lilicorr_enabled") and head.part != "lilicorr.":
         found.append("LiLiCorr")
     if found:
         raise ValueError(
-            f"the draft has {found[0]}, expected DFlash, JetSpec, DFlash2, DSpark or Domino "
-            "without further parts: without this part the engine would draft other tokens"
+            f"the draft has {found[0]}, expected DFlash, JetSpec, DFlash2, DSpark, Domino or "
+            "LiLiCorr without further parts: without this part the engine would draft other tokens"
         )
     reader = ConfigReader(config)
     for key in ("rope_is_neox_style", "is_neox_style"):
@@ -363,8 +378,12 @@ def _tables(
     return False, ignored | {head: OF_TARGET}
 
 
-def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
+def _engine_names(
+    matrices: Mapping[str, tuple[int, ...]], name: str, fields: SpecFields
+) -> Sequence[Piece]:
     short = short_name(name)
     if short in ("d2t", "t2d") or short.startswith("confidence_head."):
         return ()
+    if leading := matrices.get(short):
+        return (Piece("draft." + short, 0, math.prod(leading), leading=leading),)
     return canonical_names("draft." + short, fields)

@@ -29,7 +29,7 @@ class DFlash:
     has_checkpoint = True
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
-        others = ("candidate_selector.", "markov_head.", "prefix_gru.")
+        others = ("candidate_selector.", "markov_head.", "prefix_gru.", "lilicorr.")
         named = "DSpark" in str(config.get("architectures"))
         return (
             is_block_head(tensors) and not named and not any(has_part(tensors, p) for p in others)

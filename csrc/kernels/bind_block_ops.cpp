@@ -4,11 +4,51 @@
 #include "kernels/tree/gru_chain.h"
 #include "kernels/tree/keyless_rows.h"
 #include "kernels/tree/lattice.h"
+#include "kernels/tree/lilicorr.h"
 #include "kernels/tree/rnn_tree.h"
 
 namespace py = pybind11;
 
 namespace cpmcu {
+namespace {
+
+template <typename P>
+Fields<P> lattice_size() {
+  return within(&P::size, field("num_seqs", &LatticeSize::num_seqs),
+                field("depth", &LatticeSize::depth), field("topk", &LatticeSize::topk));
+}
+
+void bind_lilicorr_ops(py::module_& m) {
+  const char* lilicorr_h = "csrc/kernels/tree/lilicorr.h";
+  using Features = CandidateFeaturesParams;
+  bind_op(m, "candidate_features", candidate_features, lilicorr_h, py::kw_only(),
+          lattice_size<Features>(), field("logprobs", &Features::logprobs),
+          field("norm_weight", &Features::norm_weight), field("norm_bias", &Features::norm_bias),
+          field("weight", &Features::weight), field("bias", &Features::bias),
+          field("out", &Features::out));
+  using States = CandidateStatesParams;
+  bind_op(m, "candidate_states", candidate_states, lilicorr_h, py::kw_only(),
+          lattice_size<States>(), field("x", &States::x), field("hidden", &States::hidden),
+          field("slots", &States::slots), field("ranks", &States::ranks),
+          field("biases", &States::biases));
+  bind_op(m, "bias_silu", bias_silu, lilicorr_h, field("y", &BiasSiluParams::y),
+          field("bias", &BiasSiluParams::bias));
+  using Attention = LatticeAttentionParams;
+  bind_op(m, "lattice_attention", lattice_attention, lilicorr_h, py::kw_only(),
+          lattice_size<Attention>(), field("num_heads", &Attention::num_heads),
+          field("qkv", &Attention::qkv), field("slot_bias", &Attention::slot_bias),
+          field("same_bias", &Attention::same_bias), field("out", &Attention::out));
+  using Inputs = FactorInputsParams;
+  bind_op(m, "factor_inputs", factor_inputs, lilicorr_h, py::kw_only(), lattice_size<Inputs>(),
+          field("x", &Inputs::x), field("anchors", &Inputs::anchors), field("out", &Inputs::out));
+  using Pairs = FactorPairsParams;
+  bind_op(m, "factor_pairs", factor_pairs, lilicorr_h, py::kw_only(), lattice_size<Pairs>(),
+          field("candidates", &Pairs::candidates), field("factors", &Pairs::factors),
+          field("anchors", &Pairs::anchors), field("eps", &Pairs::eps),
+          field("scale", &Pairs::scale), field("pairs", &Pairs::pairs));
+}
+
+}  // namespace
 
 void bind_block_ops(py::module_& m) {
   const char* lattice_h = "csrc/kernels/tree/lattice.h";
@@ -77,6 +117,7 @@ void bind_block_ops(py::module_& m) {
       option("fixed", &Chain::fixed), option("moving", &Chain::moving),
       field("successors", &Chain::successors), field("roots", &Chain::roots),
       field("tokens", &Chain::tokens), field("draft", &Chain::draft));
+  bind_lilicorr_ops(m);
 }
 
 }  // namespace cpmcu

@@ -323,6 +323,7 @@ void BlockDrafter::process_accepted(const Context& ctx, const DraftBatch& batch)
   const Tensor x = gathered_.rows(0, tokens.num_tokens);
   gather_rows(ctx, {.out = x, .x = batch.accepted.layers, .index = rows.hidden_rows});
   store_context(ctx, {.phase = Phase::kDecode, .ids = rows.ids, .tokens = tokens}, x);
+  keep_context(ctx, parts_.normed(tokens.num_tokens), rows.last_rows, batch.num_seqs);
 }
 
 Tensor BlockDrafter::run_block(const Context& ctx, const DraftBatch& batch) {

@@ -82,6 +82,10 @@ class BlockDrafter : public Drafter {
             .tokens = candidates.ids,
             .scores = candidates.logprobs};
   }
+  // Called before `score`: row last_rows[b] of `rows` [T, H] is the context row of the last cached
+  // token of sequence b.
+  virtual void keep_context(const Context&, const Tensor& /*rows*/, const int* /*last_rows*/,
+                            int /*num_seqs*/) {}
   // Chooses the chain or tree among the candidates.
   virtual void choose(const Context& ctx, const DraftBatch& batch, const Candidates& candidates,
                       const Draft& draft);

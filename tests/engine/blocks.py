@@ -80,7 +80,7 @@ class Pair:
         self.target, self.draft = write(directory, case)
         of_target = NumpyTarget(self.target.fields(), self.target.weights, np.float64)
         self.network = NumpyBlock(of_target, self.draft.config, self.draft.weights)
-        self.depth = speculation["spec_num_iter"]
+        self.depth = self.network.drafted = speculation["spec_num_iter"]
         self.engine = load(self.target, self.draft.directory, speculation, **config)
 
     def start(self, ids: Sequence[int], chunk: int = 0, **fields: Any) -> Sequenced:

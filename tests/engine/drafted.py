@@ -173,7 +173,9 @@ class Models:
         ).engine
 
     def drafted(self, kind: str, family: str, tree: dict[str, Any], **config: Any) -> Any:
-        if kind == "dflash2" and tree["spec_topk_per_iter"] > 1:  # its file says how many
+        if (
+            kind in ("dflash2", "lilicorr") and tree["spec_topk_per_iter"] > 1
+        ):  # its file says how many
             tree = {key: value for key, value in tree.items() if key != "spec_topk_per_iter"}
         if kind == "domino":  # always a chain
             depth = tree["spec_num_iter"]

@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, JetSpec, DFlash2, DSpark) draft what the numpy network drafts."""
+"""Block drafters (DFlash, JetSpec, DFlash2, DSpark, LiLiCorr) draft what numpy networks draft."""
 
 from __future__ import annotations
 
@@ -150,6 +150,34 @@ CASES = {
     "DSpark, names with model.": Case(
         "dspark", rename={name: "model." + name for name in ("layers.", "fc.", "hidden_norm.")}
     ),
+    "LiLiCorr": Case("lilicorr"),
+    "LiLiCorr, convolutions": Case(
+        "lilicorr", {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 8}}
+    ),
+    "LiLiCorr, as wide as the block": Case(
+        "lilicorr", {"dflash_config": {"lilicorr_hidden_size": 0, "lilicorr_num_heads": 4}}
+    ),
+    "LiLiCorr, long vectors": Case(
+        "lilicorr", {"dflash_config": {"lilicorr_vector_eps": 3.0, "lilicorr_mlp_ratio": 4}}
+    ),
+    "LiLiCorr, windows": Case(
+        "lilicorr",
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 20},
+        family="minicpm",
+    ),
+    "LiLiCorr, numbered MLPs": Case(
+        "lilicorr",
+        rename={
+            "feature_norm.": "feature_mlp.0.",
+            "feature_mlp.up_proj.": "feature_mlp.1.",
+            "feature_mlp.down_proj.": "feature_mlp.3.",
+            **{
+                f"lilicorr.layers.{i}.mlp.{part}_proj.": f"lilicorr.layers.{i}.mlp.{place}."
+                for i in range(2)
+                for part, place in (("up", 0), ("down", 2))
+            },
+        },
+    ),
 }
 
 KINDS = (*BLOCKS, "dspark rnn")
@@ -178,7 +206,10 @@ def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> Non
 def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
     """More tokens than candidates; a whole block is drafted."""
     sizes = {"vocab_size": 160}
-    own = {"draft_vocab_size": 72, "enable_confidence_head": False} if kind == "dspark" else {}
+    own: dict[str, Any] = {
+        "dspark": {"draft_vocab_size": 72, "enable_confidence_head": False},
+        "lilicorr": {"dflash_config": {"lilicorr_candidate_topk": 16}},
+    }.get(kind, {})
     depth = 7
     pair = Pair(
         tmp_path, Case(kind, own, target=sizes), {"spec_num_iter": depth, "spec_tree_size": 30}
@@ -191,6 +222,19 @@ def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
             assert not {root for root, *_ in (tokens for _, tokens, _, _ in each.drafts)} <= set(
                 chosen.tolist()
             )
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_few_candidates_of_a_lilicorr_head(topk: int, tmp_path: Path) -> None:
+    """With one candidate, a draft is the chain of the likeliest tokens of all rows."""
+    case = Case("lilicorr", {"dflash_config": {"lilicorr_candidate_topk": topk}})
+    pair = Pair(tmp_path, case, {"spec_num_iter": 4, "spec_tree_size": 5 if topk == 1 else 12})
+    for length in (1, 65):
+        each = pair.run(text_of(length), 6, shapes=[None, (3, 4)])
+        for (before, tokens, _, _), (lattice, _) in zip(each.drafts, pair.lattices(each)):
+            assert lattice.tokens.shape[1] == topk
+            if topk == 1:
+                assert tokens[1:] == lattice.tokens[: len(tokens) - 1, 0].tolist(), before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,7 +284,13 @@ def test_the_number_of_candidates_is_an_option(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("jetspec", "jetspec"), ("dflash2", "dflash"), ("dspark", "dspark")]
+    ("kind", "method"),
+    [
+        ("jetspec", "jetspec"),
+        ("dflash2", "dflash"),
+        ("dspark", "dspark"),
+        ("lilicorr", "lilicorr"),
+    ],
 )
 def test_keys_of_vllm_ask_for_a_chain(kind: str, method: str, tmp_path: Path) -> None:
     target, draft = write(tmp_path, Case(kind))
@@ -253,7 +303,7 @@ def test_keys_of_vllm_ask_for_a_chain(kind: str, method: str, tmp_path: Path) ->
     assert parents == [-1, 0, 1, 2, 3, 4] and -1 not in tokens
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "dspark rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "dspark rnn", "lilicorr"])
 def test_fr_spec_drafts_frequent_tokens(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "frequent.npy"
     np.save(path, np.arange(2, 100, 2))
@@ -263,6 +313,7 @@ def test_fr_spec_drafts_frequent_tokens(kind: str, tmp_path: Path) -> None:
     weights = pair.draft.weights
     copies = {name: w for name, w in weights.items() if name != "lm_head.weight"}
     pair.network = NumpyBlock(pair.network.target, pair.draft.config, copies, ids)
+    pair.network.drafted = pair.depth
     for length in (2, 65):
         each = pair.run(text_of(length, 100), 6, shapes=[None, (4, 5)])
         assert all(token % 2 == 0 for _, tokens, *_ in each.drafts for token in tokens[1:])
@@ -353,9 +404,10 @@ def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "vocab_size": VOCAB}
     target = write_tiny(tmp_path / "t", "qwen3", num_hidden_layers=3, **sizes)
     made = write_block(tmp_path / "d", kind, target)
-    weights = quantise(made.weights)
+    # The transformer of LiLiCorr, the selector of DFlash2 and the network of Domino stay dense.
+    kept = tuple(name.removesuffix(".weight") for name in made.weights if "lilicorr" in name)
+    weights = quantise(made.weights, keep=kept)
     assert {"fc", "layers.1.self_attn.k_proj"} <= weights.linears.keys()
-    # The selector of DFlash2 and the network of Domino are not quantised.
     quant = {"ignore": ["lm_head", "re:.*_projection$", "re:.*embed_proj.*", "re:.*prefix_gru.*"]}
     shape = {"spec_num_iter": 4} if kind == "domino" else TREE
     runs = []

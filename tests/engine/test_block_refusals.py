@@ -64,7 +64,77 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "Domino, reduced vocabulary": (Case("domino", {"draft_vocab_size": 5}), "d2t is present"),
     "attn_output_gate": (Case("dflash", {"attn_output_gate": True}), "attn_output_gate"),
     "XPress": (Case("dflash", {"architectures": ["DFlashQwen3XPressModel"]}), "XPress"),
-    "LiLiCorr": (Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
+    "LiLiCorr without its tensors": (
+        Case("dflash", {"architectures": ["LiLiCorrDraftModel"]}),
+        "the draft has LiLiCorr",
+    ),
+    "LiLiCorr by a flag without its tensors": (
+        Case("dflash", {"dflash_config": {"lilicorr_enabled": True}}),
+        "the draft has LiLiCorr",
+    ),
+    "LiLiCorr by a projector without its tensors": (
+        Case("dflash", {"dflash_config": {"projector_type": "lilicorr"}}),
+        "a projector of type 'lilicorr'",
+    ),
+    **{
+        f"LiLiCorr without {key}": (
+            Case("lilicorr", {"dflash_config": {f"lilicorr_{key}": None}}),
+            f"lilicorr_{key} is missing, expected",
+        )
+        for key in ("vector_eps", "logit_scale")
+    },
+    **{
+        f"LiLiCorr, {key} of {value!r}": (
+            Case("lilicorr", {"dflash_config": {f"lilicorr_{key}": value}}),
+            message,
+        )
+        for key, value, message in (
+            ("candidate_topk", 32, "lilicorr_candidate_topk is 32, expected at most 16"),
+            ("candidate_topk", 3, "lilicorr_candidate_topk is 3, expected a power of two"),
+            ("num_heads", 3, "3 heads and 32 values, expected heads of a multiple of 8"),
+            ("num_heads", 8, "8 heads and 32 values"),
+            ("factor_dim", 12, "12 factors, expected multiples of 8"),
+            ("mlp_ratio", 1.1, "MLPs of 35 values"),
+            ("enabled", False, "lilicorr_enabled is False, expected true"),
+            ("logit_scale", 0, "lilicorr_logit_scale is 0, expected a positive number"),
+        )
+    },
+    "LiLiCorr, the root's row predicts": (
+        Case("lilicorr", {"dflash_config": {"sample_from_anchor": True}}),
+        "sample_from_anchor is True, expected false",
+    ),
+    "LiLiCorr, reduced vocabulary": (
+        Case("lilicorr", {"draft_vocab_size": 5}),
+        "d2t is present, expected a LiLiCorr head of the target's whole vocabulary",
+    ),
+    "LiLiCorr, quantised": (
+        Case("lilicorr", extra={"lilicorr.context_proj.weight_scale": tensor(32, 4, seed=1)}),
+        "context_proj.weight_scale is of a quantised matrix",
+    ),
+    "LiLiCorr, slots of another block": (
+        Case("lilicorr", extra={"lilicorr.slot_embedding": tensor(1, 1, 6, 1, 32, seed=1)}),
+        r"slot_embedding has shape \[1, 1, 6, 1, 32\], expected \[1, 1, 7, 1, ...\]",
+    ),
+    "LiLiCorr, ranks of other candidates": (
+        Case("lilicorr", extra={"lilicorr.rank_embedding": tensor(1, 1, 1, 8, 32, seed=1)}),
+        r"rank_embedding has shape \[1, 1, 1, 8, 32\], expected \[1, 1, 1, 4, ...\]",
+    ),
+    "LiLiCorr, distances of another block": (
+        Case("lilicorr", extra={"lilicorr.relative_slot_bias": tensor(2, 13, seed=1)}),
+        "relative_slot_bias",
+    ),
+    "LiLiCorr, a projection of equal widths": (
+        Case(
+            "lilicorr",
+            {"dflash_config": {"lilicorr_hidden_size": 0}},
+            extra={"lilicorr.token_proj.weight": tensor(HIDDEN, HIDDEN, seed=1)},
+        ),
+        "token_proj",
+    ),
+    "LiLiCorr, another tensor": (
+        Case("lilicorr", extra={"lilicorr.layers.2.attn_norm.weight": tensor(32, seed=1)}),
+        "layers.2.attn_norm",
+    ),
     "Laguna": (Case("dflash", {"architectures": ["DFlashLagunaForCausalLM"]}), "Laguna"),
     "layers of Gemma 4": (
         Case("dspark", {"architectures": ["Gemma4DSparkModel"]}),
@@ -74,10 +144,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "tensors of XPress": (
         Case("dflash", extra={"xpress_head.w1.weight": tensor(VOCAB, 4, seed=1)}),
         "XPress",
-    ),
-    "tensors of LiLiCorr": (
-        Case("dflash", extra={"lilicorr.token_proj.weight": tensor(8, HIDDEN, seed=1)}),
-        "LiLiCorr",
     ),
     "tensors of Laguna": (
         Case("dflash", extra={"aux_hidden_norms.0.weight": tensor(HIDDEN, seed=1)}),
@@ -184,6 +250,10 @@ DROPPED = {
     "prefix_gru.weight_ih_l0": "domino",
     "prefix_gru.weight_hh_l0": "domino",
     "embed_proj.2.weight": "domino",
+    "lilicorr.token_proj.bias": "lilicorr",
+    "lilicorr.layers.1.attn.in_proj_bias": "lilicorr",
+    "lilicorr.rank_embedding": "lilicorr",
+    "lilicorr.in_head.weight": "lilicorr",
     GATE: "dspark",
     RNN: "dspark",
 }

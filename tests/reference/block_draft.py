@@ -1,4 +1,4 @@
-"""Block drafters in plain numpy: the reference of DFlash, JetSpec, DFlash2, DSpark, Domino.
+"""Block drafters in plain numpy: the reference of DFlash and its kin.
 
     target = NumpyTarget(fields, weights, np.float64)
     network = NumpyBlock(target, draft.config, draft.weights)
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference.lilicorr import NumpyLiLiCorr, log_softmax
 from tests.reference.numpy_drafts import NumpyTarget, rms_norm, swiglu
 from tests.reference.rnn_markov import RnnMarkov
 
@@ -36,11 +37,6 @@ def merged_config(config: Mapping[str, Any]) -> dict[str, Any]:
     objects = ("transformer_layer_config", "dflash_config", "dspark_config")
     layers, *nested = (config.get(key) or {} for key in objects)
     return {**layers, **config, **nested[0], **nested[1]}
-
-
-def log_softmax(x: Array) -> Array:
-    shifted = x - x.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 class NumpyBlock:
@@ -74,13 +70,15 @@ class NumpyBlock:
         self.from_anchor = config.get("sample_from_anchor", is_dspark and not separate)
         self.depth = self.block_size if self.from_anchor else self.block_size - 1  # D
         self.first = self.block_size - self.depth  # row that predicts
-        if "projector_type" in config:
+        self.drafted = 0  # positions that a LiLiCorr head reads; 0: all
+        if config.get("projector_type") == "domino":
             self.depth, self.first = self.block_size - 1, 0 if config["shift_label"] else 1
         self.layers = [layer + 1 for layer in config.get("target_layer_ids") or []]
         for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
             self.layers = self.layers or config.get(key)
-        is_wide = is_dspark or "projector_type" in config
-        self.topk = config.get("selector_top_k", OF_DSPARK if is_wide else CANDIDATES)
+        is_wide = is_dspark or config.get("projector_type") == "domino"
+        known = config.get("selector_top_k", config.get("lilicorr_candidate_topk"))
+        self.topk = known or (OF_DSPARK if is_wide else CANDIDATES)
         self.has_pairs = any("codebook" in n or "markov_w1" in n for n in self.weights)
 
     # ---- what config.json says of each layer
@@ -199,6 +197,8 @@ class NumpyBlock:
         tokens = np.vectorize(self.token, otypes=[np.int64])(chosen)
         if self.config.get("markov_head_type") == "rnn":
             return self._rnn_lattice(hidden, logprobs, chosen, tokens, root)
+        if self._has_lilicorr:
+            return self._lilicorr_lattice(states, hidden, logprobs, chosen, tokens)
         if "projector_type" in self.config:
             return self._domino_lattice(hidden, logprobs, chosen, tokens, root)
         scores = np.empty((self.depth, topk, topk), self.target.dtype)
@@ -209,6 +209,29 @@ class NumpyBlock:
                 below = chosen[depth] if "d2t" in self.weights else tokens[depth]
                 scores[depth, parent] = self._scores(own, above, below, hidden[depth])
         return Lattice(tokens, scores, 0.0 if self.has_pairs else OFF_PATH)
+
+    @property
+    def _has_lilicorr(self) -> bool:
+        return any(name.startswith("lilicorr.") for name in self.weights)
+
+    def _lilicorr_lattice(
+        self,
+        states: Sequence[Array],
+        hidden: Array,
+        logprobs: Array,
+        chosen: Array,
+        tokens: Array,
+    ) -> Lattice:
+        own = {name.removeprefix("lilicorr."): array for name, array in self.weights.items()}
+        depth = self.drafted or self.depth
+        context = np.concatenate(states, -1)[-1:] @ self.weights["fc.weight"].T
+        scores = NumpyLiLiCorr(self.config, own).scores(
+            self.target.weights["model.embed_tokens.weight"][tokens[:depth]],
+            np.take_along_axis(logprobs, chosen, -1)[:depth],
+            hidden[:depth],
+            self._norm(context, "hidden_norm")[0],
+        )
+        return Lattice(tokens[:depth], scores)
 
     def _rnn_lattice(
         self, hidden: Array, logprobs: Array, chosen: Array, tokens: Array, root: int

@@ -1,4 +1,4 @@
-"""Writes tiny random block drafters for a tiny target: DFlash, JetSpec, DFlash2, DSpark, Domino.
+"""Writes tiny random block drafters for a tiny target: DFlash and its kin.
 
     draft = write_block(tmp_path / "draft", "dspark", target, markov_rank=0)
 
@@ -20,12 +20,13 @@ from tests.reference.tiny_checkpoints import write_safetensors as store
 
 Weights = dict[str, Array]
 
-BLOCKS = ("dflash", "jetspec", "dflash2", "dspark")  # those that draft trees
+BLOCKS = ("dflash", "jetspec", "dflash2", "dspark", "lilicorr")  # those that draft trees
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "jetspec": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "dspark": "Qwen3DSparkModel",
+    "lilicorr": "LiLiCorrDraftModel",
     "domino": "DFlashDraftModel",
 }
 # Keys of nested objects, by kind.
@@ -38,6 +39,19 @@ NESTED: dict[str, dict[str, Any]] = {
         "conv_group_size": 8,
         "selector_rank": 16,
         "selector_top_k": 4,
+    },
+    "lilicorr": {
+        "target_layer_ids": [0, 1],
+        "projector_type": "lilicorr",
+        "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 4,
+        "lilicorr_hidden_size": 32,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 2,
+        "lilicorr_mlp_ratio": 1.5,
+        "lilicorr_factor_dim": 8,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 2.0,
     },
     "domino": {
         "target_layer_ids": [0, 1],
@@ -55,6 +69,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
     },
     "jetspec": {},
+    "lilicorr": {},
     "domino": {},
     "dflash2": {
         "layer_types": ["sliding_attention", "sliding_attention"],
@@ -166,7 +181,7 @@ def block_weights(
             "down": (hidden, inner),
         }.items():
             weights[f"{layer}mlp.{part}_proj.weight"] = matrix(rows, columns)
-        if kind == "dflash2":
+        if stated(config, "conv_kernel_size"):
             taps = stated(config, "conv_kernel_size")
             groups = hidden // stated(config, "conv_group_size")
             for place in ("attention_conv.", "mlp_conv."):
@@ -179,6 +194,9 @@ def block_weights(
         weights |= _selector(config, target, matrix)
     if kind == "dspark":
         weights |= _dspark(config, target, matrix)
+    if kind == "lilicorr":
+        made = lilicorr_weights(config, rng)
+        weights |= {"lilicorr." + name: array for name, array in made.items()}
     if kind == "domino":
         state, width = stated(config, "gru_hidden_dim"), stated(config, "emb_dim")
         weights["prefix_gru.weight_ih_l0"] = matrix(3 * state, hidden, 2.0)
@@ -202,6 +220,47 @@ def _selector(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) ->
         selector + "successor_codebook": matrix(vocab, rank),
         selector + "hidden_projection.weight": matrix(rank, stated(config, "hidden_size"), 2.0),
     }
+
+
+def lilicorr_weights(config: Mapping[str, Any], rng: np.random.Generator) -> Weights:
+    """The tensors of a LiLiCorr head, without "lilicorr." before their names."""
+    hidden = stated(config, "hidden_size")
+    size = stated(config, "lilicorr_hidden_size") or hidden
+    heads, factors = stated(config, "lilicorr_num_heads"), stated(config, "lilicorr_factor_dim")
+    inner = int(size * stated(config, "lilicorr_mlp_ratio"))
+    rows, topk = stated(config, "block_size"), stated(config, "lilicorr_candidate_topk")
+    linears = {
+        **({"token_proj": (size, hidden)} if size != hidden else {}),
+        "pass_hidden_proj": (size, hidden),
+        "context_proj": (size, hidden),
+        "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.down_proj": (size, size),
+        "factor_input_proj": (size, 3 * size),
+        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factors, size)),
+    }
+    norms = {"feature_norm": 5, "output_norm": size, "anchor_norm": size}
+    shapes = {
+        "slot_embedding": (1, 1, rows - 1, 1, size),
+        "rank_embedding": (1, 1, 1, topk, size),
+        "relative_slot_bias": (heads, 2 * rows - 1),
+        "same_slot_bias": (heads,),
+        "feature_norm.bias": (5,),
+    }
+    for i in range(stated(config, "lilicorr_num_layers")):
+        layer = f"layers.{i}."
+        norms |= {layer + "attn_norm": size, layer + "mlp_norm": size}
+        linears[layer + "attn.in_proj"] = (3 * size, size)
+        linears[layer + "attn.out_proj"] = (size, size)
+        linears |= {layer + "mlp.up_proj": (inner, size), layer + "mlp.down_proj": (size, inner)}
+    weights = {name: 0.3 * rng.standard_normal(shape) for name, shape in shapes.items()}
+    for name, columns in norms.items():
+        weights[name + ".weight"] = rng.uniform(0.5, 1.5, columns)
+    for name, (outputs, inputs) in linears.items():
+        dot = "_" if name.endswith("in_proj") else "."  # torch's name of q, k and v
+        drawn = rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)
+        weights[f"{name}{dot}weight"] = drawn
+        weights[f"{name}{dot}bias"] = 0.3 * rng.standard_normal(outputs)
+    return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
 def _dspark(config: Mapping[str, Any], target: TinyCheckpoint, matrix: Any) -> Weights:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.reference.block_draft import Lattice, NumpyBlock, gru, log_softmax
+from tests.reference.lilicorr import NumpyLiLiCorr
 from tests.reference.numpy_drafts import NumpyTarget
 from tests.reference.tiny_blocks import BLOCKS, write_block
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
@@ -148,6 +149,84 @@ def test_a_domino_head_without_correction_is_dflash(target: TinyCheckpoint, tmp_
         own = -np.sort(-logprobs[len(path)])[: zero.tokens.shape[1]]
         assert np.allclose(zero.below(path), own, atol=1e-12, rtol=0)
         assert (np.abs(scores - own).max() > 0.05) == (len(path) > 0)
+
+
+def lilicorr(target: TinyCheckpoint, directory: Path, **keys: Any) -> tuple[NumpyBlock, Any]:
+    """A LiLiCorr head with other keys, and the target's hidden states."""
+    nested = {name if "conv" in name else f"lilicorr_{name}": keys[name] for name in keys}
+    return network(target, write_block(directory, "lilicorr", target, dflash_config=nested))
+
+
+@pytest.mark.parametrize("convolved", [False, True])
+def test_one_candidate_of_a_lilicorr_head_is_dflash(
+    convolved: bool, target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    convolutions = {"conv_kernel_size": 2, "conv_group_size": 8} if convolved else {}
+    drafter, states = lilicorr(target, tmp_path, candidate_topk=1, **convolutions)
+    assert any("_conv." in name for name in drafter.weights) == convolved
+    lattice = drafter.lattice(states, ROOT)
+    likeliest = drafter.logits(drafter.hidden(states, ROOT)).argmax(-1)
+    assert lattice.tokens[:, 0].tolist() == likeliest.tolist()
+    assert np.array_equal(lattice.scores, np.zeros((7, 1, 1)))
+
+
+def test_scores_of_a_lilicorr_head_are_conditional(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """Below each parent they sum to 1, and a scale near 0 makes all candidates alike."""
+    drafter, states = lilicorr(target, tmp_path)
+    lattice = drafter.lattice(states, ROOT)
+    assert np.allclose(np.exp(lattice.scores).sum(-1), 1)
+    assert np.abs(lattice.scores[1:, 0] - lattice.scores[1:, 1]).max() > 0.1
+    drafter.config["lilicorr_logit_scale"] = 1e-9
+    assert np.allclose(drafter.lattice(states, ROOT).scores, -np.log(4), atol=1e-8)
+
+
+def test_ranks_slots_and_the_context_matter(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """A LiLiCorr head tells a position's candidates apart by more than their embeddings."""
+    drafter, states = lilicorr(target, tmp_path)
+    scores = drafter.lattice(states, ROOT).scores
+    for name in ("rank_embedding", "slot_embedding", "relative_slot_bias", "same_slot_bias"):
+        array = drafter.weights["lilicorr." + name]
+        kept = array.copy()
+        array[...] = np.flip(array, 3 if name == "rank_embedding" else 2) if array.ndim == 5 else 0
+        assert np.abs(drafter.lattice(states, ROOT).scores - scores).max() > 1e-3, name
+        array[...] = kept
+    moved = drafter.hidden(states, ROOT)
+    drafter.hidden = lambda *_: moved  # type: ignore[method-assign]
+    other = [state.copy() for state in states]
+    other[0][:-1] += 1  # not the last token
+    assert np.array_equal(drafter.lattice(other, ROOT).scores, scores)
+    other[0][-1] += 1
+    assert np.abs(drafter.lattice(other, ROOT).scores[0] - scores[0]).max() > 1e-3
+
+
+def test_positions_without_embeddings_and_biases_are_alike(
+    target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    """Then only the hidden states and candidates tell positions apart, in any order."""
+    drafter, _ = lilicorr(target, tmp_path)
+    own = {name.removeprefix("lilicorr."): w for name, w in drafter.weights.items()}
+    head = NumpyLiLiCorr(drafter.config, own)
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((5, 4, 64)), -np.sort(rng.uniform(0.5, 4, (5, 4)))
+    hidden, order = rng.standard_normal((5, 64)), np.array([3, 0, 4, 1, 2])
+    permuted = [each[order] for each in (*inputs, hidden)]
+    assert np.abs(head.states(*inputs, hidden)[order] - head.states(*permuted)).max() > 1e-2
+    for name in ("slot_embedding", "relative_slot_bias", "same_slot_bias"):
+        own[name] = np.zeros_like(own[name])
+    assert np.allclose(head.states(*inputs, hidden)[order], head.states(*permuted), atol=1e-12)
+
+
+def test_a_prefix_of_a_lilicorr_block(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """The first positions alone: other positions no longer change their scores."""
+    drafter, states = lilicorr(target, tmp_path)
+    whole = drafter.lattice(states, ROOT)
+    drafter.drafted = 3
+    prefix = drafter.lattice(states, ROOT)
+    assert np.array_equal(prefix.tokens, whole.tokens[:3]) and prefix.scores.shape == (3, 4, 4)
+    assert np.abs(prefix.scores - whole.scores[:3]).max() > 1e-3
+    drafter.weights["lilicorr.slot_embedding"][0, 0, 3:] += 1
+    drafter.weights["lilicorr.relative_slot_bias"][:, [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]] += 1
+    assert np.array_equal(drafter.lattice(states, ROOT).scores, prefix.scores)
 
 
 @pytest.mark.parametrize("shifted", [True, False])

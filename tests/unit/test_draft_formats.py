@@ -30,6 +30,7 @@ METHODS = {
     "dflash2": "dflash2",
     "dspark": "dspark",
     "domino": "domino",
+    "lilicorr": "lilicorr",
     "dspark_gated": "dspark",
     "dspark_rnn": "dspark",
 }

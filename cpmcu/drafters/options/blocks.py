@@ -86,3 +86,9 @@ class DSparkOptions(BlockOptions):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DominoOptions(BlockOptions):
     """Options of Domino heads."""
+
+
+@register_options("lilicorr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiLiCorrOptions(BlockOptions):
+    """Options of LiLiCorr heads."""
