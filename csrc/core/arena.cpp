@@ -58,9 +58,9 @@ int64_t MemoryPlan::bytes_before(int phase) const {
   return part.assign();
 }
 
-// First fit. Each buffer takes the lowest offset that is free for its lifetime. First come the
-// buffers of all phases, then those of other groups than scratch, then large buffers. So pages and
-// buffers of the last phase begin at the same offset.
+// First fit: each buffer takes the lowest offset that is free for its lifetime. The order is:
+// buffers that live in all phases, other groups than scratch, scratch; large buffers first. So
+// pages and buffers of the last phase begin at the same offset.
 int64_t MemoryPlan::assign() {
   int64_t persistent_end = 0;
   std::vector<Buffer*> scratch;

@@ -42,7 +42,7 @@ class MemoryPlan {
   Id add_until(const std::string& name, const std::string& group, int64_t bytes, int last);
   // Assigns offsets; returns the total. May be called again after more buffers were added.
   int64_t assign();
-  // The total without the buffers that live from phase `phase` on only.
+  // The total of the buffers that live before phase `phase`.
   int64_t bytes_before(int phase) const;
 
   int64_t total_bytes() const { return total_bytes_; }

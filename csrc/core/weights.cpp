@@ -100,9 +100,9 @@ struct Runs {
   }
 };
 
-// The parts of `rank` of each section of a dimension of size `whole`, of which a rank has `part`.
-// `sections`, `part_sections`: the sizes of the sections up to a factor. Empty if the dimension
-// cannot be divided.
+// Divides a dimension of size `whole`, of which a rank has `part` elements. Returns a range of
+// `rank` in each section. `sections`, `part_sections`: the sections' sizes in `whole` and in
+// `part`, up to a factor. Empty if the dimension cannot be divided.
 std::vector<WeightTable::Range> divide(int64_t whole, const std::vector<int64_t>& sections,
                                        int64_t part, const std::vector<int64_t>& part_sections,
                                        int rank, int num_ranks) {
@@ -117,14 +117,15 @@ std::vector<WeightTable::Range> divide(int64_t whole, const std::vector<int64_t>
         parts == 0 || parts * own != size || num_ranks % parts != 0) {
       return {};
     }
-    // If there are fewer parts than ranks, some ranks share one.
+    // If a section has fewer parts than ranks, several ranks have the same part.
     ranges.push_back({first + rank * parts / num_ranks * own, own});
     first += size;
   }
   return ranges;
 }
 
-// All of a dimension of size `whole`, from `own` on, then what is before it.
+// The whole dimension of size `whole` in three ranges: `own`, the elements after it, those before
+// it.
 std::vector<WeightTable::Range> with_rest(const WeightTable::Range& own, int64_t whole) {
   std::vector<WeightTable::Range> ranges{own};
   const int64_t end = own.begin + own.size;

@@ -176,7 +176,7 @@ class Cutter {
       // The kernel does not write the rows of a norm.
       const Value& normed = get<NormOp>(norm_).out;
       if (normed != linear.x || is_read_after(place, normed)) return false;
-      // Nor does it add a bias before a norm.
+      // The kernel does not add a bias before a norm.
       const int place_of_sum = stages_.back().sum;
       const SumOp* sum = place_of_sum < 0 ? nullptr : op(place_of_sum).as<SumOp>();
       if (sum != nullptr && !sum->bias.empty()) return false;

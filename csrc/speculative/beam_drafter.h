@@ -99,8 +99,9 @@ class BeamDrafter : public Drafter {
   Draft draft_;
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
+  // Of the launch that processes the accepted tokens.
   int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
-      *seq_token_begin_ = nullptr, *last_rows_ = nullptr;  // these six: of the accepted tokens
+      *seq_token_begin_ = nullptr, *last_rows_ = nullptr;
   ShiftPromptParams shift_;
   int* id_map_ = nullptr;  // [draft vocabulary]; null: identity
   Tensor last_hidden_;     // [max_seqs, H] of each sequence's last accepted token

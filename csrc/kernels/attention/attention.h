@@ -57,8 +57,9 @@ struct AttentionParams {
   // tiles that end at or below L.
   bool by_position = false;
   BlockSelection selection{};
-  // [Hq] float32: a logit of each query head that takes part in the softmax and has no value. So
-  // out is multiplied by sigmoid(lse - sink), lse the log of the sum of exp(scores). Empty: none.
+  // [Hq] float32, attention sinks: one more logit of each query head in the softmax, without a
+  // value. So out is multiplied by sigmoid(lse - sink), where lse is the log of the sum of
+  // exp(scores). Empty: none.
   Tensor sinks{};
   StepTokens tokens;
   // float32. attention_decode: at least attention_scratch_floats(...) elements. attention_prefill
@@ -134,13 +135,13 @@ constexpr int kCopyEntries = 128;  // entries of a KV tile
 constexpr int fp8_pair_entries(int max_kv) {
   return (max_kv + kCopyEntries - 1) / kCopyEntries * kCopyEntries;
 }
-// Keys and values of a sequence and KV head in 16 bits, and their scales.
+// Floats that hold the 16-bit keys and values of a sequence and KV head, and their scales.
 constexpr int64_t fp8_pair_floats(int head_dim, int max_kv) {
   return int64_t{fp8_pair_entries(max_kv)} * (head_dim + 2);
 }
-// The scratch that a model plans: for all KV heads of a sequence if they fit 320 MiB, otherwise for
-// as many as fit, at least one. Fewer would leave SMs idle: with four KV heads of Llama-3.1-8B and
-// a prompt of 2048 tokens, a round has 256 CTAs, each on an SM of its own.
+// The scratch that a model plans. It holds all KV heads of a sequence if they fit 320 MiB,
+// otherwise as many as fit, at least one. With fewer heads in a round, SMs would be idle: four KV
+// heads of Llama-3.1-8B and a prompt of 2048 tokens make 256 CTAs, and an SM holds one.
 constexpr int64_t fp8_prefill_floats(int num_kv_heads, int head_dim, int max_kv) {
   const int64_t pair = fp8_pair_floats(head_dim, max_kv), most = (int64_t{320} << 20) / 4 / pair;
   return pair * (most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads);

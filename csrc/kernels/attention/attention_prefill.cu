@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
       next_page = cta.page_of(tile + 2);
     }
     ptx::cp_async_commit();
-    // If some row of this warp sees an entry of the tile.
+    // A warp skips tiles of which none of its rows sees an entry.
     if (tile * Config::kTileEntries < cta.some_entries &&
         (tile + 1) * Config::kTileEntries > cta.window_of(cta.warp_row)) {
       cta.attend(rows, tile);

@@ -59,7 +59,7 @@ AttentionArgs<T> make_decode_args(const Context& ctx, const AttentionParams& par
 // missing. If split groups are merged (shift > 0), only the first split of each group has a partial
 // result.
 struct RowSplits {
-  // The splits are known before the kernels of this pass have run.
+  // `begin` and `count` depend only on data that were complete before this pass.
   static constexpr bool kIsOld = true;
   // attention_splits writes `out` for a token with one split.
   static constexpr bool kSkipsOne = true;

@@ -160,7 +160,8 @@ void launch_scores(const Context& ctx, const SelectBlocksParams& p, ScoreArgs<T>
   CHECK(num_head_tiles <= Config::kMaxItems,
         "select_blocks: {} query heads of a KV head, expected at most {}", args.group,
         Config::kMaxItems * kHeads);
-  // As few whole waves of CTAs as the tokens need. Each group of tokens repeats the loads of keys.
+  // The CTAs fill whole waves, as few as the tokens need. Each group of tokens loads the keys
+  // again.
   const int tokens = std::min(p.tokens.max_seq_tokens, args.end - args.first);
   const int most = Config::kMaxItems / num_head_tiles;              // tokens of a group
   const int ctas = num_tiles * p.num_kv_heads * p.tokens.num_seqs;  // of a group

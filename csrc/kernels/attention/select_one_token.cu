@@ -246,7 +246,8 @@ __device__ __forceinline__ int count_before(const SelectOneSmem<Config>& smem, i
 #pragma unroll 1
   for (int tile = static_cast<int>(threadIdx.x) / 32; tile < num_tiles; tile += Config::kWarps) {
     const auto* keys = reinterpret_cast<const uint4*>(&smem.ranked[tile * kTile]);
-    // Keys above the limit count. Equal keys count in lower tiles; a candidate's key is not 0.
+    // A key above the limit counts. An equal key counts only in lower tiles. A candidate's key is
+    // not 0.
     const uint32_t limit = tile < own_tile ? own - 1 : own;
     if (tile != own_tile) {
 #pragma unroll
@@ -326,7 +327,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
     receive_parts<Config>(smem, messages, launch, num_tiles);
     __syncthreads();
-    // Every CTA that sends messages has sent one. Before that, it has read `launches`.
+    // All CTAs that send messages have sent one by now, and each read `launches` before. So it may
+    // change.
     if (tile == 0 && threadIdx.x == 0) messages.launches = launch;
     if (warp < Config::kFineWarps) {
       if (lane < kHeads) {

@@ -35,7 +35,7 @@ void dispatch_selected(const AttentionParams& params, Launch launch) {
   });
 }
 
-// The first block of the words `any` from `block` on; `end` if there is none before it.
+// The first block of [block, end) whose bit is set in `any`; `end` if there is none.
 __device__ __forceinline__ int next_block(const uint64_t* any, int block, int end) {
   while (block < end) {
     const uint64_t rest = any[block / 64] >> block % 64;

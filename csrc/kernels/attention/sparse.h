@@ -141,7 +141,8 @@ struct SelectBlocksParams {
 };
 REGISTER_OP(select_blocks, SelectBlocksParams)
 
-// Bounds the splits of attention_decode of a token: two of its blocks each (attention.h).
+// An upper bound of a token's splits in attention_decode. A split is two of its blocks
+// (attention.h).
 constexpr int max_selected_splits(const SparseRule& rule, int max_kv) {
   const auto splits = [](int64_t blocks) { return (blocks + 1) / 2; };
   const int64_t all = splits((int64_t{max_kv} + kPageSize - 1) / kPageSize);

@@ -9,10 +9,12 @@ namespace cpmcu::cuda::delta_net {
 constexpr int kWindow = kConvTaps - 1;
 constexpr int kRawWidth = 3 * kDim;
 constexpr int kPendingWidth = kRawWidth + 8;
-// Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait only for
-// sums of each other. A CTA can be two stages ahead of another, so it never overwrites sums in use.
+// Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait only for each
+// other's sums, so a CTA is at most two stages ahead of another. So it never overwrites sums in
+// use.
 constexpr int kExchanges = 4;
-constexpr int kExchangeOfKeys = 1;  // in a decode step; sums of squares have exchange 0
+// The exchange of q and k in a decode step. Sums of squares have exchange 0.
+constexpr int kExchangeOfKeys = 1;
 
 // Rows of shared memory.
 struct Capacity {

@@ -1,14 +1,14 @@
 // The fused layer kernel in code for other targets than sm_90a (fused_layer/kernel.cuh): 4-bit
 // layouts, multiplied by mma.sync.
 //
-// A CTA has 98 KB of shared memory, all that it may have on GPUs of GeForce kind. That is too
-// little for blocks of 8 and 16-bit W.
+// A CTA has 98 KB of shared memory, the most that GeForce GPUs allow. That is too little for 8-bit
+// blocks and for 16-bit W.
 #include "kernels/gemm/fused_layer/launch.cuh"
 
 namespace cpmcu::cuda {
 
 void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
-  // If launches overlap, a separate rotary_kv costs less.
+  // With PDL a launch of rotary_kv is cheap. So the kernel applies RoPE for fewer rows.
   const bool overlap = ctx.code_capability >= 90;
   const FusedTarget target{.has_maps = overlap,
                            .max_rows = kMaxRows,

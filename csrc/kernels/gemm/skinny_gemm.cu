@@ -12,8 +12,8 @@
 //
 // The surprising decision: the fragments have the "wrong" k. A lane loads 8 consecutive k of its
 // row and passes them to mma.m16n8k16 as if they were the k of the fragment layout. x is loaded in
-// the same order, so products pair up and only the order of additions differs. That order is the
-// same for every M.
+// the same order, so each weight meets its own x, and only the order of additions differs. That
+// order is the same for every M.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"

@@ -18,8 +18,8 @@ struct ExpertRows {
   Tensor x;             // [P / pairs_per_x, K], K a multiple of 8
   int pairs_per_x = 1;  // pair p reads row p / pairs_per_x of x: 1, or k if x has rows of tokens
   Routing routing;      // of the P pairs
-  // Whether a GEMM of experts with the same routing was launched before. The kernel then reads the
-  // routing and requests weights before the launch before this one ends.
+  // Whether an earlier launch was a GEMM of experts with the same routing. If so, the kernel reads
+  // the routing and requests weights before the previous launch ends.
   bool routing_is_complete = false;
   Tensor bias{};  // [E, N], dtype of x; empty: none. It is added in float32
   // A limit above 0: y [P, N / 2] is kClampedSwiglu (gated_activation.h) of gate and up with the

@@ -3,7 +3,7 @@
 // Roofline: it writes T k rows. 1024 tokens of a 30B-A3B layer are 34 MB, 11 us at 3 TB/s; the rows
 // of x are read from L2.
 //
-// Schedule: a warp a row, 16 bytes a lane and load.
+// Schedule: a warp copies a row, and a lane 16 bytes at a time.
 //
 // The surprising decision: the rows are copied at all. Hopper's TMA loads tiles of consecutive rows
 // and shares them between the CTAs of a cluster, but it cannot gather. The copy costs about 7 % of

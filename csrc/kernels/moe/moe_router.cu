@@ -286,7 +286,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return SentLogits{args.messages + token * args.n, launch};
   };
   route_few<kHeld, kThreads>(logits_of, args.m, args.renormalise, args.routing);
-  // Every CTA with an expert has sent a logit. Before that, it has read `launches`.
+  // All CTAs with an expert have sent a logit by now, and each read `launches` before. So it may
+  // change.
   if (threadIdx.x == 0) *args.launches = launch;
 }
 

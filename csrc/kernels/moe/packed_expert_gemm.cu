@@ -61,8 +61,8 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
   }
 }
 
-// Copies of a warp's tile of its weight blocks to stages, asynchronous. The k blocks go down, so
-// that only the first block of a pass can end beyond K.
+// Copies of a warp's tile of its weight blocks to stages, asynchronous. K blocks are copied from
+// the last to the first. So only the first block of a pass can end beyond K.
 template <typename Unpacker, int kMostStages>
 struct TileCopies {
   static constexpr int kBytes = kWarpTileBytes<Unpacker>;

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     dot = warp_reduce(dot, Sum{});
     if (lane == 0) dots[warp] = dot;
   }
-  __syncthreads();  // also orders level 0's two writes of one draft
+  __syncthreads();  // also: level 0 clears the draft before it writes its token
   if (warp > 0) return;
 
   const bool exists = lane < p.topk && candidates[lane] >= 0;

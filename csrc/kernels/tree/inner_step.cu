@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   stop.finished = p.num_tokens == 1 ? 1 : 0;
 }
 
-// One thread for each accepted token that there may be.
+// One thread for each token that a step can accept.
 __global__ void __launch_bounds__(kThreads)
     extend_chain_kernel(const __grid_constant__ ExtendChainParams p) {
   ptx::pdl_launch();

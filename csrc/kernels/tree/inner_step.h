@@ -8,8 +8,8 @@
 //   accepted: n + 1 tokens             the n emitted ones, then the first token of the draft
 //   stops                              M - 1 tokens may still be drafted
 //
-// When the inner drafter drafted before, the tokens up to position L - n were certain. By
-// processing the accepted tokens, it writes again all entries that depend on later tokens.
+// When the inner drafter last drafted, only tokens up to position L - n were final. It processes
+// the accepted tokens first, which writes all entries of later tokens again.
 #pragma once
 
 #include "kernels/op.h"

@@ -13,7 +13,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Cuts K of so many tiles into as many slices as there are CTAs for.
+// Divides K of this number of tiles into slices, as many as the CTAs can take.
 void divide_tiles(WeightBlocks& of, int tiles, int num_ctas) {
   of.slices = std::clamp(num_ctas / tiles, 1, std::min(kWarps, of.k_blocks));
   of.slice_blocks = of.k_blocks / of.slices;
@@ -95,10 +95,10 @@ void add_gemm(FusedLayerArgs& args, GemmArgs gemm, int num_ctas) {
 
 // Differences between the kernels of the architectures, besides their main loops.
 struct FusedTarget {
-  bool has_maps;              // x and 16-bit W are read through tensor maps
-  int64_t max_rows;           // of a launch whose W has 4 bits of a common layout
-  int max_combined_k_blocks;  // as in Copies
-  int max_rotated_groups;     // as in Copies
+  bool has_maps;     // x and 16-bit W are read through tensor maps
+  int64_t max_rows;  // of a launch with 4-bit W, for the layouts with kernels for many rows
+  int max_combined_k_blocks;  // of the type Copies (mainloops.cuh)
+  int max_rotated_groups;     // of the type Copies (mainloops.cuh)
 };
 
 bool has_4_bits(const FusedGemm& gemm) {

@@ -180,9 +180,9 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
       }
       if constexpr (kEngine) ptx::copy_engine_fence();
     }
-    // If each CTA combines its slice of x, this thread skips the stages of GEMM 0, and does not
-    // wait for `done` either. Their rows may already be consumed, so that the wait would be for a
-    // later phase, which needs rows from this thread.
+    // If each CTA combines its slice of x, this thread skips the stages of GEMM 0 and does not wait
+    // for their `done`. Their rows may be consumed already. The wait would then be for the next
+    // phase, which needs rows that only this thread loads: a deadlock.
     const bool brings = i > 0 || args.combine_mode != CombineMode::kPerCtaSlice;
     each_block(gemm, [&](int, int k_block) {
       if (brings) {

@@ -2,7 +2,7 @@
 //
 // Roofline: bytes read plus bytes written, at load.
 //
-// Schedule: a CTA has a weight block, a thread one word of codes after another.
+// Schedule: a CTA packs a weight block. A thread writes one word of codes after another.
 //
 // The surprising decision: a word gathers its codes one by one, from L1. Packing takes at most a
 // few milliseconds a model, less than the model's transfer over the bus.

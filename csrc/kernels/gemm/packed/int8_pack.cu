@@ -2,8 +2,8 @@
 //
 // Roofline: bytes read plus bytes written, at load.
 //
-// Schedule: a CTA has a weight block, a thread one word of codes after another, then scales and
-// zero points.
+// Schedule: a CTA packs a weight block. A thread writes one word of codes after another, then
+// scales and zero points.
 //
 // The surprising decision: bytes of all forms are gathered one by one, through L1. So each form
 // takes one expression.

@@ -121,8 +121,8 @@ struct HalfBlockFragment {
   }
 };
 
-// Multiplies a consumer warp's rows of half a weight block by the rows of x and adds the products
-// to `sums`. Then releases the stage, which must have arrived before the call.
+// Multiplies a consumer warp's rows of half a weight block by the rows of x and adds the results to
+// `sums`. Then releases the stage, which must have arrived before the call.
 template <typename T, typename Unpacker, typename Ring, int kGroups>
 __device__ __forceinline__ void add_half_block(float (&sums)[kGroups][4], const Ring& ring,
                                                int stage, const HalfBlockRows& rows, uint8_t form,

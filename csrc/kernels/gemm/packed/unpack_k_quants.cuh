@@ -157,7 +157,7 @@ constexpr bool kHasMinimum = requires { Unpacker::kHasMinimum; };
 template <typename Unpacker, int kGroups>
 constexpr bool kKeepsRecords = requires { typename Unpacker::Record; } && kGroups <= 2;
 
-// For unpackers with a minimum: the sum of each row of x over a group of k, as a product with rows
+// For unpackers with a minimum: the sum of each row of x over a group of k, from an mma with rows
 // of ones. kFactor scales the ones, as it scales the unpacked numbers.
 template <typename Unpacker, typename T, int kGroups, bool kUsed = kHasMinimum<Unpacker>>
 struct XSums {};
