@@ -21,7 +21,7 @@ constexpr int64_t kWaitSeconds = 4;  // a rank that waits longer gives up the st
 struct Exchange {
   int rank = 0, num_ranks = 1;
   int64_t num_words = 0;           // maximum number of words of a message
-  int64_t width = 0;               // words of a row of hidden states, a multiple of 4
+  int64_t width = 0;               // 8-byte words of a row of hidden states, a multiple of 4
   uint64_t* buffers[kMaxRanks]{};  // of each rank: [2, num_ranks, num_words]
   uint32_t* rounds = nullptr;      // [kExchangeCtas + 1]: rounds so far, in this rank's memory
   uint32_t* state = nullptr;       // in this rank's memory; ExchangeState

@@ -151,8 +151,9 @@ class Engine {
  private:
   struct Slot {
     bool used = false;
-    bool has_root = false;    // its last prefill drew the token that decoding starts from
-    uint64_t generation = 0;  // counts the sequences of a slot, so that a step knows its own
+    bool has_root = false;  // its last prefill drew the token that decoding starts from
+    // Number of sequences so far. It tells a step whether its sequence is still in the slot.
+    uint64_t generation = 0;
     int num_logprobs = -1;
     int num_shared = 0;        // tokens of the cached prefix
     int length = 0;            // tokens cached, as of the steps that were collected
@@ -161,7 +162,7 @@ class Engine {
   struct StepInFlight {
     uint64_t number = 0;
     bool decodes = false;  // adds up to tokens_per_step tokens to each sequence
-    std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
+    std::vector<std::pair<int, uint64_t>> sampled{};  // slots and their generations
   };
 
   void plan_memory();

@@ -343,7 +343,7 @@ class AttentionBlock : public Block {
             .head_dim = shape_.head_dim,
             .tokens = {.page_table = page_table_}};
   }
-  // AttentionOp::begin. Only if `splits`, it may leave attention_combine to the next launch.
+  // AttentionOp::begin. If `splits`, it may leave attention_combine to the next launch.
   AttentionParams attend(const Context& ctx, const Step& step, const Tensor& out, const Tensor& qkv,
                          bool splits) const {
     const bool is_prefill = step.phase == Phase::kPrefill;

@@ -13,9 +13,9 @@ struct Gating {
   float alpha = 1, limit = 0;  // of clamped_swiglu
 
   bool is_silu() const { return kind == Activation::kSilu; }
-  // Whether there is a gate beside up.
+  // Whether the MLP has a gate.
   bool is_gated() const { return kind != Activation::kRelu2; }
-  // Columns of gate and up.
+  // Number of columns of gate and up together.
   int64_t columns(int64_t width) const { return (is_gated() ? 2 : 1) * width; }
 };
 

@@ -50,7 +50,7 @@ struct Launch {
   int op = -1;                  // not fused: the op that runs
   std::vector<int> ops{};       // all ops of the launch, in order
   int sum = -1, norm = -1;      // parts of `op`
-  bool leaves_combine = false;  // attention: the next fused layer combines the splits
+  bool leaves_combine = false;  // of attention: the next fused layer kernel combines the splits
 
   std::vector<FusedStage> stages{};       // of a fused layer; empty: not fused
   int attention = -1;                     // before the first stage

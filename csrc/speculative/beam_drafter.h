@@ -60,7 +60,7 @@ class BeamDrafter : public Drafter {
   // Limits of the draft's own steps.
   StepLimits step_limits() const;
   int max_path() const { return limits_.max_path; }
-  // The most rows of one sequence in a launch of `propose`.
+  // Maximum number of rows of one sequence in a launch of `propose`.
   virtual int most_rows() const { return std::max(max_path(), topk_); }
 
   // ---- parts of `propose`

@@ -38,8 +38,8 @@ class BlockDrafter : public Drafter {
     return smaller_shapes(largest_, [this](int depth) { return most_nodes(depth); });
   }
   DraftShape shrunk(const DraftShape& limit) const override;
-  // The last tokens, whose context rows each draft stores again. Steps without a draft store none.
-  // If they emit at most so many tokens, they leave no gap.
+  // Number of last tokens whose context rows each draft stores again. Steps without a draft store
+  // none. If such steps emit at most this many tokens, they leave no gap.
   int num_recent(int depth) const override { return std::max(depth + 1, kRepaired); }
   int num_rewritten() const override { return limits_.max_path; }
   int lookahead(int depth) const override { return std::max(num_rows_, num_recent(depth)); }
@@ -123,7 +123,7 @@ class BlockDrafter : public Drafter {
   HeadParts parts_;
 
  private:
-  static constexpr int kRepaired = 16;  // least tokens of num_recent
+  static constexpr int kRepaired = 16;  // minimum of num_recent
 
   // A convolution before and one after an attention or MLP. One projection gives both weights.
   struct Conv {

@@ -23,7 +23,7 @@ class ModelDrafter : public BeamDrafter {
   bool shifted() const override { return false; }
 
   Transformer& language_model() { return *model_; }
-  // The most rows of a pass whose logits are computed.
+  // Maximum number of rows of a pass whose logits are computed.
   virtual int most_head_rows() const;
 
  private:

@@ -104,8 +104,8 @@ class SpeculativeStep {
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
   SlotStop* stops() const { return stops_; }  // [slots]
-  // Starts a sequence in `slot`. `stop` says when it ends. `cached` are its first tokens, whose
-  // keys and values exist.
+  // Starts a sequence in `slot`. `stop` says when it ends. `cached`: its first tokens, whose keys
+  // and values exist already.
   void reset(const Context& ctx, int slot, const SlotStop& stop,
              const std::vector<int>& cached = {});
   // Runs the drafter over a prompt chunk, after the target's pass over it, unless `skip`. The step
@@ -114,7 +114,8 @@ class SpeculativeStep {
   // The auxiliary hidden states of the target's last pass, over a prompt or not. They stay valid
   // until the target's next pass.
   HiddenStates hidden_of(const Context& ctx, int num_tokens) const;
-  // Keeps rows of these for the drafter: row rows[i] becomes accepted hidden state slot_rows[i].
+  // Keeps auxiliary hidden states for the drafter: row rows[i] of them becomes accepted hidden
+  // state slot_rows[i].
   void keep_hidden(const Context& ctx, const HiddenStates& hidden, const int* rows,
                    const int* slot_rows, int num_rows) const;
 

@@ -105,7 +105,7 @@ void SpeculativeStep::clear(const Context& ctx) {
   const int64_t nodes = int64_t{limits_.max_seqs} * largest_.tree_size;
   trees_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
   trees_ready_.emplace(ctx.device);
-  // Rows beyond the accepted tokens are padding. Attention masks them, but NaN in them would reach
+  // Rows after the accepted tokens are padding. Attention masks them, but a NaN in them would reach
   // the draft's KV cache.
   for (const Tensor& rows : {accepted_.final, accepted_.layers}) {
     if (!rows.empty()) fill_bytes(ctx.device, rows.data(), 0, rows.num_bytes(), ctx.stream);

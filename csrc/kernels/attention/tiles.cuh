@@ -40,7 +40,7 @@ struct AttentionArgs {
   const T* k_cache;       // [pages, Hkv, 64, D]
   const T* v_cache;       // [pages, Hkv, 64, D]
   float* scratch;         // attention_decode only
-  const float* k_scales;  // [pages, Hkv, 64]: the caches hold e4m3 codes; null: T
+  const float* k_scales;  // [pages, Hkv, 64], of e4m3 codes; null: the caches hold T
   const float* v_scales;  // [pages, Hkv, 64]
   float scale_log2;       // scale * log2(e): softmax in base 2
   int num_heads;          // Hq
@@ -291,7 +291,7 @@ __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
 }
 
-// The sum of a row's probabilities 2^(s - row_max), and that of the sink of its query head.
+// Adds the sink's term 2^(sink - row_max) to a row's sum of probabilities 2^(s - row_max).
 __device__ __forceinline__ float with_sink(float sum, const float* sinks, int head, float row_max) {
   constexpr float kLog2E = 1.4426950408889634f;
   return __fadd_rn(sum, exp2f(__fmaf_rn(sinks[head], kLog2E, -row_max)));

@@ -92,7 +92,7 @@ class RnnTree {
     return z;
   }
 
-  // Adds the best candidate below a node of those that come after `last`. -1: of all.
+  // Adds the best candidate below a node among those after `last`. -1: among all.
   void add_next(int parent, int last) {
     const Node& node = nodes_[static_cast<size_t>(parent)];
     const auto score_of = [&](int b) { return node.below[static_cast<size_t>(b)]; };

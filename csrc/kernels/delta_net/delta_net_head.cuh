@@ -318,7 +318,7 @@ struct Head {
   __device__ __forceinline__ void update(Columns& state, int row) const {
     state.step<false>(operands(row), lane);
   }
-  // Four lanes have the same o; all store it, so that there is no branch.
+  // Four lanes have the same o. All four store it, which avoids a branch.
   __device__ __forceinline__ void store_output(int row, const OutputParts& parts) const {
     const float o = parts.sum();
     shared.o[row * kWidth + warp * kTile + lane / 8 * 2 + lane % 2] = o;

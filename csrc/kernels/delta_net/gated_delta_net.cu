@@ -135,8 +135,8 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, int c
       body(stage);
     }
   };
-  // The loops of both kinds of warps are separate, so that they do not share registers. A thread
-  // has 128 at first.
+  // Consumers and producers have loops of their own, so that each loop gets its own number of
+  // registers. A thread has 128 registers at first.
   if (!Cta::kSpecial) {
     load_weights();
     prepare(0);

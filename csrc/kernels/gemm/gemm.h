@@ -26,7 +26,7 @@ inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
 #endif
 }
 
-// The number of groups of 8 rows (a power of two) of the kernel that handles `rows`, up to `most`.
+// The kernel for `rows` rows has this number of groups of 8 rows: a power of two, at most `most`.
 constexpr int row_groups(int64_t rows, int64_t most = kMaxSkinnyRows) {
   return static_cast<int>(
       std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, most) + 7) / 8));

@@ -38,7 +38,7 @@ struct RotaryKvArgs {
   const float* inv_freq;  // [R / 2]
   T* k_cache;             // [pages, Hkv, 64, D]
   T* v_cache;             // [pages, Hkv, 64, D]
-  float* k_scales;        // [pages, Hkv, 64]: the caches hold e4m3 codes; null: T
+  float* k_scales;        // [pages, Hkv, 64], of e4m3 codes; null: the caches hold T
   float* v_scales;        // [pages, Hkv, 64]
   float norm_eps;
   float norm_offset;

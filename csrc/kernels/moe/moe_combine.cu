@@ -9,7 +9,7 @@
 // and the threads of rms_norm's CTA.
 //
 // The surprising decision: y is float32 and is written for every pair, instead of adding pairs in
-// the GEMM. Only so is the order of a token's sum fixed without atomics.
+// the GEMM. This alone fixes the order of a token's sum without atomics.
 #include "kernels/moe/moe_combine.h"
 
 #include <type_traits>

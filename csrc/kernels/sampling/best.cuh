@@ -31,8 +31,8 @@ __device__ __forceinline__ int token_of(uint64_t key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-// A bound such that exactly `wanted` of the distinct keys are >= the bound. 0 if there are fewer
-// keys. count(key) returns the number of keys >= `key`, the same in all threads.
+// The bound for which exactly `wanted` distinct keys are >= the bound; 0 if there are fewer keys.
+// count(key) returns the number of keys >= `key`, equal in all threads.
 template <typename Count>
 __device__ uint64_t find_cut(int wanted, Count count) {
   uint64_t cut = 0;

@@ -26,8 +26,8 @@ struct BeginInnerParams {
   const int* first_tokens = nullptr;  // [B]
   SlotState inner;                    // out; accepted.max_path as that of the outer step
   SlotStop* stops = nullptr;          // [slots] out, of the inner step
-  // [B, max_path] out: the rows of the launch that processed the accepted tokens, and their rows of
-  // the inner accepted hidden states. Rows of padding are -1.
+  // [B, max_path] out: rows[i] of the launch that processed the accepted tokens becomes row
+  // slot_rows[i] of the inner accepted hidden states. -1: padding.
   int *rows = nullptr, *slot_rows = nullptr;
   int num_tokens = 0;             // M, of each draft
   int* chain = nullptr;           // [B, M] out: the first token, then -1
@@ -35,7 +35,7 @@ struct BeginInnerParams {
 };
 REGISTER_OP(begin_inner, BeginInnerParams)
 
-// Appends the tokens that an inner step emitted to the draft. Counts the step if it emitted any.
+// Appends to the draft the tokens that an inner step emitted. Counts the step if it emitted any.
 struct ExtendChainParams {
   int num_seqs = 0;                 // B
   const int* seq_slots = nullptr;   // [B]

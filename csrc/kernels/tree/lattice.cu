@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   const int position = seq * p.depth + depth, num_parents = depth == 0 ? 1 : k;
   const int* const candidates = p.candidates + position * k;
 
-  // Rows beyond the last repeat the last one, and missing candidates read row 0. So no load waits
-  // for a branch.
+  // Loads beyond the last row read the last row, and missing candidates read row 0. So no load
+  // waits for a branch.
   int parents[kHeld], children[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {

@@ -160,10 +160,11 @@ class DSparkDrafter : public BlockDrafter {
     inputs_id_ = scratch("inputs", num_gates_ * 3 * rank);
     states_id_ = scratch("states", num_states() * rank);
   }
-  // Elements of a piece of a row: they divide both parts of the gate's columns.
+  // A row of the gate's matrix is cut into pieces of this length, which divides both H and r.
   int64_t piece() const { return std::gcd(parts_.width(), int64_t{codebooks_.rank()}); }
 
-  // Copies the columns of h and those of W1[a] to a matrix each, and computes the table.
+  // Copies the gate's columns of h and its columns of W1[a] to two matrices, and computes the
+  // table.
   void split_gate(const Context& ctx) {
     const int64_t rank = codebooks_.rank(), lefts = parts_.width() / piece();
     const int64_t columns = lefts + rank / piece();
@@ -192,9 +193,10 @@ class DSparkDrafter : public BlockDrafter {
   MemoryPlan::Id joint_id_ = 0, bias_id_ = 0, left_id_ = 0, right_id_ = 0, table_id_ = 0,
                  index_id_ = 0, gates_id_ = 0, padded_id_ = 0, inputs_id_ = 0, states_id_ = 0;
   Tensor joint_, bias_;   // G [r, H + r], [r]; of an rnn [3 r, 2 r + H], [3 r]
-  Tensor left_, right_;   // its columns of h [r, H] and of W1[a] [r, r]
+  Tensor left_, right_;   // columns of G for h [r, H] and for W1[a] [r, r]
   Tensor table_, gates_;  // [V, r], [max_seqs D, r]
-  // rnn only: rows [0; 0; h] of 2 r + H values; joint_ times these rows; the states of nodes.
+  // Only for an rnn. padded_: rows [0; 0; h] of 2 r + H values. inputs_: joint_ times these rows.
+  // states_: of nodes.
   Tensor padded_, inputs_, states_;
   int* index_ = nullptr;  // pieces of rows of joint_: first those of left_, then those of right_
 };
