@@ -203,7 +203,7 @@ class SamplingParams:
             change(integer(name, value))
         elif name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             change(None if value is None else integer(name, value))
-            if name == "top_k" and self.top_k == -1:  # vLLM's name of all tokens
+            if name == "top_k" and self.top_k == -1:  # vLLM's value for all tokens
                 change(0)
             if name == "seed" and value is not None and -(SEED_LIMIT >> 1) <= value < 0:
                 change(None if value == -1 else value + SEED_LIMIT)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Found:
     """The cached part of a request's tokens."""
 
-    tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
+    tokens: list[int]  # to prefill: the prompt; after a preemption also the output so far
     prefix: Prefix
     entries: list[Entry]
 

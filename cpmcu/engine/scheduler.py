@@ -47,7 +47,7 @@ class Sequence:
 
     request: Request
     lease: Lease
-    tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
+    tokens: list[int]  # to prefill: the prompt; after a preemption also the output so far
     sent: int = 0  # tokens of launched prefill steps, cached ones included
     read: int = 0  # tokens of completed prefill steps, cached ones included
     released: bool = False  # it holds the slot no longer
@@ -263,7 +263,7 @@ class Scheduler:
                 sequence.request.end_scored()
                 self.release(sequence)
             return
-        if len(self.active) > 1:  # the drafter's entries may need further pages: wait for them
+        if len(self.active) > 1:  # wait for pages, which the drafter's entries may need
             self.release(sequence)
             self.waiting.appendleft(sequence.request)
             self._full = True

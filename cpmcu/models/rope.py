@@ -27,7 +27,7 @@ from cpmcu.checks import brief, shown
 from cpmcu.models.reader import ConfigReader
 
 DEFAULT_THETA = 10000.0
-# Radians a token. At any position cos is 1, and sin is too small to change a sum.
+# An inverse frequency so small that RoPE changes nothing: cos is 1, and sin vanishes in a sum.
 NO_ROTATION = 1e-30
 Float32Array = npt.NDArray[np.float32]
 

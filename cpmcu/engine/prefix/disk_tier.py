@@ -50,8 +50,8 @@ class DiskTier:
     def __init__(self, store: DiskStore) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpmcu-disk")
-        self._wanted: deque[Entry] = deque()  # published, not yet on their way
-        self._copies: deque[tuple[Entry, int]] = deque()  # with the steps launched before
+        self._wanted: deque[Entry] = deque()  # published; no copy to the host was launched yet
+        self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before it
         self._writes: deque[tuple[Entry, Future[bool]]] = deque()
         self._reads: dict[bytes, _Read] = {}
         self._finished: deque[_Read] = deque()  # reads that are done; filled by the threads

@@ -327,7 +327,7 @@ struct Head {
   // The accepted tokens that S does not contain yet.
   __device__ __forceinline__ int num_accepted(int length) const {
     if (args.accepted.counts == nullptr) return 0;
-    // Three loads at once.
+    // All three loads are issued before any result is used.
     const int folded = args.folded[at], count = args.accepted.counts[slot], first = path()[0];
     const bool is_known = folded != length && folded + count == length;
     return is_known && count <= args.capacity.raws && first >= 0 ? count : 0;

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
-  // These rows have 256 words: every other one of the 512 of their warp tile.
+  // The 16 rows have 256 of their warp tile's 512 words: every second one.
   const int tile = first / 16 % 2, word = first / kWarpTileRows * 512 + threadIdx.x * 2 + tile;
   for (int plane = 0; plane < p.planes; ++plane) {
     uint32_t bits = 0;
