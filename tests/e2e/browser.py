@@ -58,23 +58,31 @@ class Page:
 
     def click(self, name: str, within: str = "body") -> None:
         """Clicks the last visible button with this name."""
-        buttons = self.driver.find_elements("css selector", f"{within} button")
-        found = [b for b in buttons if b.is_displayed() and b.accessible_name == name]
-        assert found, [b.accessible_name for b in buttons if b.is_displayed()]
-        found[-1].click()
+
+        def click() -> None:
+            buttons = self.driver.find_elements("css selector", f"{within} button")
+            found = [b for b in buttons if b.is_displayed() and b.accessible_name == name]
+            assert found, [b.accessible_name for b in buttons if b.is_displayed()]
+            found[-1].click()
+
+        self._anew(click)
 
     def press(self, selector: str) -> None:
-        """Clicks an element. If the page draws its list again meanwhile, finds the element anew."""
+        """Clicks an element."""
+        self._anew(lambda: self.find(selector).click())
+
+    def _anew(self, act: Callable[[], None]) -> None:
+        """Finds elements and clicks one. If the page replaces them meanwhile, does so again."""
         from selenium.common.exceptions import StaleElementReferenceException
 
-        def clicked() -> bool:
+        def done() -> bool:
             try:
-                self.find(selector).click()
+                act()
             except StaleElementReferenceException:
                 return False
             return True
 
-        self.wait(clicked)
+        self.wait(done)
 
     def texts(self, selector: str) -> list[str]:
         # element.text has only visible text with white space removed.
