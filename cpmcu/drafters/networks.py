@@ -21,6 +21,9 @@ from cpmcu.drafters.options.trees import (
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel
 from cpmcu.loading.hub import resolve_files
 
+# Least hidden_size for which draft_quant auto is w4. Reading narrower layers takes almost no time.
+WIDE = 2048
+
 
 def complete(
     method: str,
@@ -73,7 +76,13 @@ def complete(
             f"only {drafted} tokens are drafted, expected at least {shape.topk}, the children of "
             "a node (spec_topk_per_iter sets fewer)"
         )
-    return replace(plan, options=options, head_quant=head_quant, files=plan.files or files)
+    return replace(
+        plan,
+        options=options,
+        head_quant=head_quant,
+        rounds_layers=_rounds_layers(given.draft_quant, plan, target),
+        files=plan.files or files,
+    )
 
 
 def _shape(
@@ -109,6 +118,19 @@ def default_shape(files: DraftFiles | None, speculation: SpeculativeConfig) -> T
     if files is not None and files.is_default:
         return SHIPPED_SHAPE
     return CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
+
+
+def _rounds_layers(asked: str, plan: DraftPlan, target: TargetModel) -> bool:
+    """Are the draft's layers quantised at load? Raises ValueError if its files quantise them."""
+    quant = plan.quant
+    stored = {quant.linear_method, *quant.linear_overrides.values()} - {"dense"}
+    if stored and asked == "w4":
+        raise ValueError(
+            f"draft_quant is 'w4', but the draft's files store its layers as {quant.scheme}, "
+            "expected 'auto' or 'none'"
+        )
+    is_wide = plan.fields is not None and plan.fields.hidden_size >= WIDE
+    return not stored and (asked == "w4" or (asked == "auto" and target.quantised and is_wide))
 
 
 def _head_quant(given: FrSpecOptions, plan: DraftPlan, target: TargetModel) -> str:

@@ -79,6 +79,7 @@ class DraftPlan:
     # The fields below are set when the plan is completed (networks.py).
     files: DraftFiles | None = None  # None: no weights
     head_quant: str = "auto"  # effective draft_head_quant
+    rounds_layers: bool = False  # 16-bit layers are quantised at load (draft_quant)
 
 
 class Drafter(Protocol):

@@ -81,7 +81,7 @@ class LoadedDraft:
             more["model"] = extension.ModelSpec(
                 **plan.fields.to_kwargs(),
                 dtype=dtype,
-                linear_method=plan.quant.linear_method,
+                linear_method="w4_rtn" if plan.rounds_layers else plan.quant.linear_method,
                 linear_options=plan.quant.linear_options.to_dict(),
                 module_options={
                     name: own.to_dict()
@@ -112,7 +112,8 @@ class LoadedDraft:
             return overrides  # the file stores the head quantised
         bits = self.plan.head_quant
         if bits == "auto":
-            bits = "w4" if quantised or self.plan.quantises_head else "none"
+            in_4_bits = quantised or self.plan.rounds_layers or self.plan.quantises_head
+            bits = "w4" if in_4_bits else "none"
         return overrides | {head: "dense" if bits == "none" else f"{bits}_rtn"}
 
     def _names(self, name: str, fields: SpecFields) -> Sequence[Piece]:

@@ -72,7 +72,10 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         "rope": [spec.rope_attention_scaling, *spec.rope_inv_freq],
         "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],
         "modules": spec.module_options,
-        "draft": [config.speculation.method, config.speculation.options.get("draft_head_quant")],
+        "draft": [
+            config.speculation.method,
+            *map(config.speculation.options.get, ("draft_head_quant", "draft_quant")),
+        ],
         "ranks": engine.num_ranks,
         "sizes": [engine.pages.page_bytes, engine.pages.slot_bytes],
     }

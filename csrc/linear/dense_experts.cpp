@@ -23,9 +23,8 @@ class DenseExperts : public ExpertLinear {
 
   void list_tensors(WeightTable& table) override {
     for (int i = 0; i < config_.num_experts; ++i) {
-      std::vector<LinearPart> parts = config_.expert.parts;
-      for (LinearPart& part : parts) part.name = config_.prefix_of(i) + part.name;
-      list_rows(table, parts, weight_.rows(i, 1).view({weight_.size(1), weight_.size(2)}));
+      list_rows(table, config_.parts_of(i),
+                weight_.rows(i, 1).view({weight_.size(1), weight_.size(2)}));
     }
   }
 

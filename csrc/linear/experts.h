@@ -23,6 +23,12 @@ struct ExpertsConfig {
 
   // Name prefix of the tensors of expert `index`: "model.layers.3.mlp.experts.7."
   std::string prefix_of(int index) const { return prefix + std::to_string(index) + "."; }
+  // The parts of expert `index`, under their names in the checkpoint.
+  std::vector<LinearPart> parts_of(int index) const {
+    std::vector<LinearPart> parts = expert.parts;
+    for (LinearPart& part : parts) part.name = prefix_of(index) + part.name;
+    return parts;
+  }
 };
 
 class ExpertLinear {

@@ -1,30 +1,35 @@
-// Linear methods "w4_rtn" and "w8_rtn": dense rows rounded to the nearest of 15 or 239 levels at
-// load.
+// Methods "w4_rtn" and "w8_rtn": dense rows rounded to the nearest of 15 or 239 levels at load.
 //
-// Heads use these methods, because checkpoints do not quantise heads. The dense rows stay in
-// scratch until the first step.
+// Heads use them, because checkpoints do not quantise heads, and drafts whose files have 16 bits.
+// Of experts there is "w4_rtn" only. The dense rows stay in scratch until the first step.
+#include "linear/experts.h"
 #include "linear/packed_matrix.h"
 
 namespace cpmcu {
 namespace {
 
+PackedWeight rounded(const LinearConfig& config, int planes) {
+  return {.n = config.out_features(),
+          .k = config.in_features,
+          .layout = {.planes = planes,
+                     .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16},
+          .gated = config.gated};
+}
+int64_t dense_bytes(const LinearConfig& config) {
+  return config.out_features() * config.in_features * size_of(config.dtype);
+}
+
 template <int kPlanes>
 class RoundedLinear : public LinearMethod {
  public:
   explicit RoundedLinear(const LinearConfig& config)
-      : config_(config),
-        matrix_({.n = config.out_features(),
-                 .k = config.in_features,
-                 .layout = {
-                     .planes = kPlanes,
-                     .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16}}) {}
+      : config_(config), matrix_(rounded(config, kPlanes)) {}
 
   void plan(MemoryPlan& plan, const StepLimits& limits) override {
     matrix_.plan(plan, config_.stacked_name(), config_.dtype, limits);
     if (!config_.has_tensors) return;
-    const int64_t elements = config_.out_features() * config_.in_features;
-    dense_id_ = plan.add_scratch(config_.stacked_name() + ".dense",
-                                 elements * size_of(config_.dtype), kLoad, kLoad);
+    dense_id_ =
+        plan.add_scratch(config_.stacked_name() + ".dense", dense_bytes(config_), kLoad, kLoad);
   }
 
   void bind(const Arena& arena) override {
@@ -37,6 +42,7 @@ class RoundedLinear : public LinearMethod {
 
   void finish_loading(const Context& ctx) override {
     packed_quantize(ctx, {.w = matrix_.weight(), .x = dense_});
+    matrix_.prepare(ctx);
   }
 
   void load_rows(const Context& ctx, const Tensor& source, const int* index) override {
@@ -50,6 +56,11 @@ class RoundedLinear : public LinearMethod {
     matrix_.forward(ctx, phase, y, x, alpha, beta);
   }
 
+  void forward_gated(const Context& ctx, Phase phase, const Tensor& out, const Tensor& gate_up,
+                     const Tensor& x) const override {
+    matrix_.forward_gated(ctx, phase, out, gate_up, x);
+  }
+
   std::optional<FusedForm> fused_form() const override { return matrix_.fused_form(); }
   int64_t weight_bytes() const override { return matrix_.weight().num_bytes(); }
 
@@ -60,10 +71,67 @@ class RoundedLinear : public LinearMethod {
   Tensor dense_;
 };
 
+class RoundedExperts : public ExpertLinear {
+ public:
+  explicit RoundedExperts(const ExpertsConfig& config)
+      : config_(config), weight_(rounded(config.expert, 1)) {
+    stride_ = (weight_.num_bytes() + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment *
+              MemoryPlan::kAlignment;
+  }
+
+  void plan(MemoryPlan& plan) override {
+    const std::string name = config_.prefix + config_.expert.stacked_name();
+    id_ = plan.add(name, "weights", config_.num_experts * stride_);
+    dense_id_ = plan.add_scratch(name + ".dense", config_.num_experts * dense_bytes(config_.expert),
+                                 kLoad, kLoad);
+  }
+
+  void bind(const Arena& arena) override {
+    const LinearConfig& expert = config_.expert;
+    weight_.blocks = arena.array<char>(id_);
+    dense_ = arena.tensor(dense_id_, expert.dtype,
+                          {config_.num_experts, expert.out_features(), expert.in_features});
+  }
+
+  void list_tensors(WeightTable& table) override {
+    for (int i = 0; i < config_.num_experts; ++i) {
+      list_rows(table, config_.parts_of(i), dense_of(i));
+    }
+  }
+
+  void finish_loading(const Context& ctx) override {
+    for (int i = 0; i < config_.num_experts; ++i) {
+      PackedWeight weight = weight_;
+      weight.blocks = static_cast<char*>(weight_.blocks) + i * stride_;
+      packed_quantize(ctx, {.w = weight, .x = dense_of(i)});
+    }
+  }
+
+  int64_t expert_bytes() const override { return weight_.num_bytes(); }
+  void forward(const Context& ctx, const ExpertRows& rows) const override {
+    packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
+  }
+  void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
+    packed_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
+  }
+
+ private:
+  Tensor dense_of(int index) const {
+    return dense_.rows(index, 1).view({dense_.size(1), dense_.size(2)});
+  }
+
+  ExpertsConfig config_;
+  PackedWeight weight_;  // of expert 0
+  int64_t stride_ = 0;
+  MemoryPlan::Id id_ = 0, dense_id_ = 0;
+  Tensor dense_;
+};
+
 using Rounded4 = RoundedLinear<1>;
 using Rounded8 = RoundedLinear<2>;
 REGISTER_LINEAR("w4_rtn", Rounded4);
 REGISTER_LINEAR("w8_rtn", Rounded8);
+REGISTER_EXPERTS("w4_rtn", RoundedExperts);
 
 }  // namespace
 }  // namespace cpmcu

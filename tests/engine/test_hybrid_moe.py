@@ -53,9 +53,13 @@ def test_the_mtp_head_has_experts_too(fields: dict[str, Any], tmp_path: Path) ->
     plain = make_engine(tmp_path, speculative_config=SpeculativeConfig(no_speculation=True))
     ids = random_ids(96, 80)
     expected = generate(plain, ids, 60, **fields)
-    for topk in (1, 3):
+    for topk, quant in ((1, "none"), (3, "none"), (3, "w4")):
         speculation = SpeculativeConfig(
-            method="mtp", spec_num_iter=3, spec_topk_per_iter=topk, spec_auto=False
+            method="mtp",
+            spec_num_iter=3,
+            spec_topk_per_iter=topk,
+            spec_auto=False,
+            draft_quant=quant,
         )
         drafted = make_engine(tmp_path, speculative_config=speculation)
         assert generate(drafted, ids, 60, **fields)[:60] == expected

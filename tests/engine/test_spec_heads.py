@@ -60,6 +60,23 @@ def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
             assert len(drive.emitted) < 20  # acceptance stays nearly the same
 
 
+@pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3", "minicpm_eagle", "dflash2"])
+def test_layers_quantised_at_load(models: Models, kind: str) -> None:
+    family = family_of(kind)
+    shape = TREES["chain" if kind == "dflash2" else "narrow"]
+    draft = {"draft_model_path": str(models.draft(kind, family)), **shape}
+    rounds, whole = (
+        Drive(models.engine(family, {**draft, "draft_quant": quant})) for quant in ("w4", "none")
+    )
+    for i, ids in enumerate(PROMPTS[:4]):
+        fields = list(SAMPLINGS.values())[i]
+        assert rounds.one(ids, 40, **fields) == models.plain(family, ids, 40, **fields)
+    if kind == "itself":  # acceptance stays nearly the same
+        for drive in (rounds, whole):
+            drive.one(PROMPTS[0], 40)
+        assert len(rounds.emitted) < len(whole.emitted) + 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["eagle_bias", "minicpm_eagle", "minicpm_eagle_hf", "eagle3", "model"]

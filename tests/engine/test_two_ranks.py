@@ -200,6 +200,14 @@ def test_speculation(models: Models, kind: str, tree: str) -> None:
         assert got == models.plain(family, ids, COUNT, **SAMPLINGS[name]), (len(ids), name)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "itself"])
+def test_a_draft_quantised_at_load(models: Models, kind: str) -> None:
+    draft = {"draft_model_path": str(models.draft(kind, "llama")), "draft_quant": "w4"}
+    drive = Drive(models.engine("llama", {**draft, **TREES["narrow"]}))
+    assert drive.one(PROMPTS[5], 40) == models.plain("llama", PROMPTS[5], 40)
+    assert kind != "itself" or max(drive.emitted) > 2
+
+
 def test_a_draft_is_accepted(models: Models) -> None:
     """The target is its own draft. The draft is whole on each rank, so its last bits differ."""
     drive = Drive(models.drafted("itself", "llama", TREES["chain"]))

@@ -413,6 +413,24 @@ def test_quantize(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("nibble_planes", [1, 2])
+@pytest.mark.parametrize(("n", "k"), sizes((16, 8), (272, 200), (48, 1024)))
+def test_quantize_gate_and_up(device: str, dtype: str, nibble_planes: int, n: int, k: int) -> None:
+    """The blocks are those of an ungated W whose rows lie in stored order."""
+    x = rounded(np.random.default_rng(n).standard_normal((n, k)), dtype)
+    rows = np.arange(n)
+    stored = rows // 8 % 2 * (n // 2) + rows // 16 * 8 + rows % 8
+
+    def blocks(rows: npt.NDArray[np.float64], gated: bool) -> npt.NDArray[np.uint8]:
+        made = empty(device, [-(-n // 256), nibble_planes * -(-k // 128), 16896], "uint8")
+        weight = ops.PackedWeight(made, n=n, k=k, planes=nibble_planes, gated=gated)
+        ops.packed_quantize(context(device), weight, put(device, rows, dtype))
+        return made.numpy()
+
+    assert np.array_equal(blocks(x, True), blocks(x[stored], False))
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("shape", sizes((1, 1, 128), (5, 257, 200), (33, 40, 1000), (64, 300, 72)))
 def test_eight_bit_gemm(device: str, dtype: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape

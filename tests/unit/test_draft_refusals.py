@@ -134,6 +134,15 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert "has no config.json" in refused(target, eagle)
 
 
+def test_layers_that_the_files_quantise(tmp_path: Path) -> None:
+    target = write_tiny(tmp_path / "target", "llama", **SIZES | {"num_hidden_layers": 3})
+    draft = write_w4_draft(tmp_path / "draft", "eagle", target)
+    message = refused(target, draft, draft_quant="w4")
+    assert (
+        "draft_quant is 'w4', but the draft's files store its layers as gptq, expected" in message
+    )
+
+
 def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
     """A draft uses the quantised head unchanged, or has its own head."""
     target = write_tiny(tmp_path / "target", "llama", **SIZES | {"num_hidden_layers": 3})

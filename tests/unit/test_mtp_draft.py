@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpmcu.config import SpeculativeConfig
-from cpmcu.drafters import registry
+from cpmcu.drafters import networks, registry
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.draft import open_draft
 from cpmcu.loading.tensors import TensorMeta
@@ -116,6 +116,30 @@ def test_a_dense_head_of_a_quantised_target(tmp_path: Path, layout: str) -> None
     spec = spec_of(loaded)
     assert spec.model.linear_method == "dense"
     assert spec.model.linear_overrides == {"draft.lm_head": "w4_rtn"}
+
+
+def test_layers_that_are_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_hybrid_w4(tmp_path, "qwen3_5", "gptq")
+    checkpoint = open_checkpoint(target.directory)
+    config = read(target.directory).config
+
+    def methods(*, quantised: bool, **options: Any) -> tuple[str, str]:
+        model = registry.TargetModel(
+            config, target.fields(), quantised=quantised, checkpoint=checkpoint
+        )
+        loaded = open_draft(SpeculativeConfig(**options), target.directory, model)
+        assert loaded is not None
+        spec = spec_of(loaded).model
+        return spec.linear_method, spec.linear_overrides["draft.lm_head"]
+
+    assert methods(quantised=True) == ("dense", "w4_rtn")
+    assert methods(quantised=False, draft_quant="w4") == ("w4_rtn", "w4_rtn")
+    named = {"draft_quant": "w4", "draft_head_quant": "none"}
+    assert methods(quantised=True, **named) == ("w4_rtn", "dense")
+    monkeypatch.setattr(networks, "WIDE", target.fields().hidden_size)
+    assert methods(quantised=True) == ("w4_rtn", "w4_rtn")
+    assert methods(quantised=True, draft_quant="none") == ("dense", "w4_rtn")
+    assert methods(quantised=False) == ("dense", "dense")
 
 
 def test_a_quantised_head(tmp_path: Path) -> None:

@@ -21,6 +21,12 @@ class NetworkOptions(TreeOptions):
         "most recent KV entries that a draft head's attention sees (each tree node has one entry); "
         "0: all (default: 1024; draft model: 0; an MTP head sees all)",
     )
+    draft_quant: str = option(
+        "auto",
+        "quantise a draft's 16-bit layers at load time; changes no text; auto: w4 if the target is "
+        "quantised and the draft's hidden_size is 2048 or more, else none",
+        choices=("auto", "none", "w4"),
+    )
     draft_head_quant: str = option(
         "auto",
         "quantise the draft's lm_head at load time; changes no text; auto: w4 if the draft (or the "

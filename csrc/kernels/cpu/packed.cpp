@@ -282,7 +282,10 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
           const int64_t n = row_block * kPackedRows + row;
           float values[kPackedK] = {}, largest = 0;
           if (n < w.n) {
-            const auto* from = x + (p.index != nullptr ? p.index[n] : n) * w.k + first_k;
+            const int64_t source = p.index != nullptr ? p.index[n]
+                                   : w.gated          ? gated_row(w.n, n)
+                                                      : n;
+            const auto* from = x + source * w.k + first_k;
             for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
             for (float value : values) largest = std::max(largest, std::abs(value));
           }

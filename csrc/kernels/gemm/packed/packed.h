@@ -60,7 +60,7 @@ constexpr int64_t part_row(int64_t row, int64_t first_row, bool interleaved, int
 
 // Quantises dense rows to 15 levels (two planes: 239), with one scale for 128 k of a row: the
 // largest magnitude / 7 (/ 119). w is int4 without zero points. If there is an index, row i of W is
-// row index[i] of x.
+// row index[i] of x. The rows of x for a gated W are those of gate, then those of up.
 struct PackedQuantizeParams {
   PackedWeight w;
   Tensor x;                    // [rows, K] float16, bfloat16 (or float32 on the CPU)
@@ -136,8 +136,9 @@ inline void check_packed_gemm(const PackedGemmParams& p) {
 inline void check_packed_quantize(const PackedQuantizeParams& p) {
   check_packed_weight(p.w);
   CHECK(p.w.layout.codes == Codes::kInt4 && p.w.layout.group == 0 && !p.w.layout.zero_points &&
-            !p.w.gated,
-        "packed_quantize: W is not int4, has zero points or is gated, expected int4 and neither");
+            (!p.w.gated || p.index == nullptr),
+        "packed_quantize: W is not int4, has zero points or is gated with an index, expected int4 "
+        "and neither");
   CHECK(p.x.num_dims() == 2 && p.x.size(1) == p.w.k &&
             (p.index != nullptr || p.x.size(0) == p.w.n) && is_floating(p.x.dtype()),
         "packed_quantize: x is {} {}, expected floating rows of {} for a W [{}, {}]",

@@ -156,7 +156,7 @@ struct QuantizeArgs {
   const int* index;  // [N] or null
   int n, k, k_blocks, planes;
   int64_t block_bytes;
-  bool bf16_scales;
+  bool bf16_scales, gated;
 };
 
 // Quantises 16 rows of a k block; blockIdx.x along K (of one nibble plane), blockIdx.y along N.
@@ -176,7 +176,10 @@ __global__ void __launch_bounds__(kThreads)
   };
   for (int i = warp; i < kRows; i += kThreads / 32) {
     const int n = row_block * kPackedRows + first + i;
-    const int64_t source = n >= p.n ? 0 : p.index != nullptr ? p.index[n] : n;
+    const int64_t source = n >= p.n             ? 0
+                           : p.index != nullptr ? p.index[n]
+                           : p.gated            ? gated_row(p.n, n)
+                                                : n;
     float v[4], largest = 0;
     for (int j = 0; j < 4; ++j) {
       const int k = blockIdx.x * kPackedK + j * 32 + lane;
@@ -368,7 +371,8 @@ void packed_quantize(const Context& ctx, const PackedQuantizeParams& params) {
                           .k_blocks = static_cast<int>(w.k_blocks()),
                           .planes = w.layout.planes,
                           .block_bytes = w.block_bytes(),
-                          .bf16_scales = w.layout.scale_dtype == DType::kBF16};
+                          .bf16_scales = w.layout.scale_dtype == DType::kBF16,
+                          .gated = w.gated};
   const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.layout.planes),
                   static_cast<unsigned>(w.row_blocks() * (kPackedRows / 16)));
   dispatch_half(params.x.dtype(), [&](auto t) {
