@@ -88,7 +88,7 @@ class BlockHead:
     from_anchor: bool  # the root's row predicts the first token
     topk: int  # candidates of a position
     fixed_topk: bool = False  # spec_topk_per_iter may only ask for a chain
-    is_chain: bool = False  # without trees; the root's row predicts instead of the last row
+    drops_last: bool = False  # if from_anchor, the last row does not predict
     projector: str | None = None  # the projector_type that config.json may name
     part: str | None = None  # the prefix of _OTHERS that this kind reads
     # Tensors of many dimensions that are matrices here -> their dimensions without the last.
@@ -135,7 +135,7 @@ def plan_block(
     named = {short_name(name): name for name in tensors}
     reader = ConfigReader(config)
     rows = reader.positive_int("block_size", default=16)
-    positions = rows if head.from_anchor and not head.is_chain else rows - 1
+    positions = rows if head.from_anchor and not head.drops_last else rows - 1
     if not 2 <= rows <= MAX_DRAFT_DEPTH + 1 or positions > MAX_DRAFT_DEPTH:
         raise reader.fail("block_size", f"2 to {MAX_DRAFT_DEPTH + (not head.from_anchor)}")
     given = speculation.of(BlockOptions)
@@ -153,9 +153,7 @@ def plan_block(
         shares_head=not own_head and not vocab_ids,
         quantises_head=target.quantised,
         window=None,
-        shape=given.block(
-            positions, 1 if head.is_chain else topk, chooses=speculation.chooses_shapes
-        ),
+        shape=given.block(positions, topk, chooses=speculation.chooses_shapes),
         drafter=head.drafter,
         options={
             "target_layers": _target_layers(config, target, given.spec_layer_shift),
@@ -209,10 +207,6 @@ def _refuse_others(config: Mapping[str, Any], tensors: Tensors, head: BlockHead)
 def _candidates(given: BlockOptions, head: BlockHead, drafted: int) -> int:
     """The candidates of a position. `drafted`: tokens of the draft's vocabulary."""
     asked = given.spec_topk_per_iter
-    if head.is_chain and asked not in (None, 1):
-        raise ValueError(
-            f"spec_topk_per_iter is {asked}, expected 1: this kind of draft is always a chain"
-        )
     if asked in (None, 1):
         return head.topk if head.fixed_topk else min(head.topk, drafted)
     if head.fixed_topk and asked != head.topk:

@@ -6,7 +6,7 @@
 | `embed_proj.0.weight` | [P, H + G] |
 | `embed_proj.2.weight` | [V, P] |
 
-The correction depends on all tokens of a path, so the draft is a chain.
+The correction depends on all tokens of a path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Domino:
             },
             from_anchor=reader.flag("shift_label"),
             topk=min(MAX_DRAFT_TOPK, target.fields.vocab_size),
-            is_chain=True,
+            drops_last=True,
             projector="domino",
         )
         return plan_block(draft, target, speculation, head)

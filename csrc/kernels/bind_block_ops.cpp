@@ -2,6 +2,7 @@
 #include "kernels/bind_fields.h"
 #include "kernels/layer/block_conv.h"
 #include "kernels/tree/gru_chain.h"
+#include "kernels/tree/gru_tree.h"
 #include "kernels/tree/keyless_rows.h"
 #include "kernels/tree/lattice.h"
 #include "kernels/tree/lilicorr.h"
@@ -46,6 +47,48 @@ void bind_lilicorr_ops(py::module_& m) {
           field("candidates", &Pairs::candidates), field("factors", &Pairs::factors),
           field("anchors", &Pairs::anchors), field("eps", &Pairs::eps),
           field("scale", &Pairs::scale), field("pairs", &Pairs::pairs));
+}
+
+template <typename P>
+Fields<P> node_rows_fields() {
+  return within(&P::rows,
+                shaped("tokens", &NodeRows::tokens, 1, &NodeRows::num_seqs, &NodeRows::num_rows),
+                field("parents", &NodeRows::parents), field("row_scores", &NodeRows::scores));
+}
+
+void bind_gru_ops(py::module_& m) {
+  const char* gru_chain_h = "csrc/kernels/tree/gru_chain.h";
+  using Gru = GruCellParams;
+  bind_op(m, "gru_cell", gru_cell, gru_chain_h, py::kw_only(),
+          field("from_input", &Gru::from_input), option("from_state", &Gru::from_state),
+          field("state", &Gru::state), field("copy", &Gru::copy),
+          field("copy_stride", &Gru::copy_stride));
+  using Chain = ChainStepParams;
+  bind_op(
+      m, "chain_step", chain_step, gru_chain_h, py::kw_only(),
+      shaped("candidates", &Chain::candidates, 0, &Chain::num_seqs, &Chain::depth, &Chain::topk),
+      field("level", &Chain::level), field("logprobs", &Chain::logprobs),
+      field("seq_slots", &Chain::seq_slots), field("next_tokens", &Chain::next_tokens),
+      option("fixed", &Chain::fixed), option("moving", &Chain::moving),
+      field("successors", &Chain::successors), field("roots", &Chain::roots),
+      field("tokens", &Chain::tokens), field("draft", &Chain::draft));
+  const char* gru_tree_h = "csrc/kernels/tree/gru_tree.h";
+  using Scores = NodeScoresParams;
+  bind_op(m, "node_scores", node_scores, gru_tree_h, py::kw_only(), node_rows_fields<Scores>(),
+          shaped("candidates", &Scores::candidates, 1, &Scores::depth, &Scores::topk),
+          field("level", &Scores::level), field("logprobs", &Scores::logprobs),
+          option("fixed", &Scores::fixed), option("moving", &Scores::moving),
+          field("successors", &Scores::successors), field("scores", &Scores::scores),
+          field("seq_slots", &Scores::seq_slots), field("next_tokens", &Scores::next_tokens),
+          field("roots", &Scores::roots));
+  using Rows = NodeRowsParams;
+  bind_op(m, "node_rows", node_rows, gru_tree_h, py::kw_only(), node_rows_fields<Rows>(),
+          shaped("candidates", &Rows::candidates, 1, &Rows::depth, &Rows::topk),
+          field("level", &Rows::level), field("scores", &Rows::scores),
+          field("state_rows", &Rows::state_rows));
+  using Draft = NodeDraftParams;
+  bind_op(m, "node_draft", node_draft, gru_tree_h, py::kw_only(), node_rows_fields<Draft>(),
+          field("depth", &Draft::depth), field("draft", &Draft::draft));
 }
 
 }  // namespace
@@ -102,21 +145,7 @@ void bind_block_ops(py::module_& m) {
           field("predecessors", &Rnn::predecessors), field("successors", &Rnn::successors),
           field("states", &Rnn::states), field("longest", &Rnn::longest),
           option("chain", &Rnn::chain), field("draft", &Rnn::draft));
-  const char* gru_chain_h = "csrc/kernels/tree/gru_chain.h";
-  using Gru = GruCellParams;
-  bind_op(m, "gru_cell", gru_cell, gru_chain_h, py::kw_only(),
-          field("from_input", &Gru::from_input), option("from_state", &Gru::from_state),
-          field("state", &Gru::state), field("copy", &Gru::copy),
-          field("copy_stride", &Gru::copy_stride));
-  using Chain = ChainStepParams;
-  bind_op(
-      m, "chain_step", chain_step, gru_chain_h, py::kw_only(),
-      shaped("candidates", &Chain::candidates, 0, &Chain::num_seqs, &Chain::depth, &Chain::topk),
-      field("level", &Chain::level), field("logprobs", &Chain::logprobs),
-      field("seq_slots", &Chain::seq_slots), field("next_tokens", &Chain::next_tokens),
-      option("fixed", &Chain::fixed), option("moving", &Chain::moving),
-      field("successors", &Chain::successors), field("roots", &Chain::roots),
-      field("tokens", &Chain::tokens), field("draft", &Chain::draft));
+  bind_gru_ops(m);
   bind_lilicorr_ops(m);
 }
 

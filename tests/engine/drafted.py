@@ -177,10 +177,6 @@ class Models:
             kind in ("dflash2", "lilicorr") and tree["spec_topk_per_iter"] > 1
         ):  # its file says how many
             tree = {key: value for key, value in tree.items() if key != "spec_topk_per_iter"}
-        if kind == "domino":  # always a chain
-            depth = tree["spec_num_iter"]
-            size = min(tree["spec_tree_size"], depth + 1)
-            tree = {"spec_num_iter": depth, "spec_tree_size": size}
         if kind == "ngram":
             tree = {"spec_num_iter": tree["spec_num_iter"]}
             return self.engine(family, {"method": "ngram", **tree}, **config)

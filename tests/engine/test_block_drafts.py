@@ -398,7 +398,7 @@ def test_a_prefix_hit_changes_no_draft(kind: str, tmp_path: Path) -> None:
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, "domino"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -> None:
     """Context rows use only the rows of k and v in a fused matrix."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "vocab_size": VOCAB}
@@ -409,11 +409,10 @@ def test_a_quantised_draft_is_its_dequantised_draft(kind: str, tmp_path: Path) -
     weights = quantise(made.weights, keep=kept)
     assert {"fc", "layers.1.self_attn.k_proj"} <= weights.linears.keys()
     quant = {"ignore": ["lm_head", "re:.*_projection$", "re:.*embed_proj.*", "re:.*prefix_gru.*"]}
-    shape = {"spec_num_iter": 4} if kind == "domino" else TREE
     runs = []
     for layout in ("dense", "compressed"):
         draft = write_w4(tmp_path / layout, made.config, weights, layout, quant=quant)
-        engine = load(target, draft, {**shape, "draft_head_quant": "none"})
+        engine = load(target, draft, {**TREE, "draft_head_quant": "none"})
         slot, first = Drive(engine).start(text_of(70), max_tokens=100)
         text, drafts = [first], []
         for _ in range(8):

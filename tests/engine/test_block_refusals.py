@@ -224,19 +224,8 @@ def test_refusals_are_one_sentence(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
     target, draft = write(tmp_path, case)
     with pytest.raises(ValueError, match=message) as error:
-        load(target, draft.directory, {"spec_num_iter": 4} if case.kind == "domino" else TREE)
+        load(target, draft.directory, TREE)
     assert "\n" not in str(error.value)
-
-
-def test_a_tree_of_a_chain_drafter(tmp_path: Path) -> None:
-    target, draft = write(tmp_path, Case("domino"))
-    for given, message in (
-        ({"spec_topk_per_iter": 4}, "spec_topk_per_iter is 4, expected 1"),
-        ({"spec_num_iter": 3, "spec_tree_size": 9}, "spec_tree_size is 9, expected at most 4"),
-        ({"spec_num_iter": 8}, "is 8, expected at most 7"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load(target, draft.directory, given)
 
 
 DROPPED = {

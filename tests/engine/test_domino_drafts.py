@@ -1,4 +1,4 @@
-"""A Domino head drafts the chain that the numpy network drafts."""
+"""A Domino head drafts the chains and trees that the numpy network drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.blocks import Case, Pair, text_of
+from tests.engine.blocks import TREE, Case, Pair, text_of
 from tests.engine.drafted import SAMPLINGS, memory_full_of
 from tests.reference.block_draft import NumpyBlock
 from tests.reference.engines import extension_or_skip
@@ -16,8 +16,8 @@ from tests.reference.engines import extension_or_skip
 extension_or_skip()
 
 LENGTHS = (1, 2, 63, 64, 65, 130)
-CHAIN = {"spec_num_iter": 4}
-SEVEN: dict[str, Any] = {"method": "domino", "spec_num_iter": 7}
+CHAIN = {"spec_num_iter": 4, "spec_topk_per_iter": 1}
+SEVEN: dict[str, Any] = {"method": "domino", "spec_num_iter": 7, "spec_topk_per_iter": 1}
 
 CASES = {
     "shifted": Case("domino"),
@@ -41,12 +41,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> None:
-    """Chains of several lengths in turn, after accepted and rejected tokens."""
-    pair = Pair(tmp_path, CASES[name], CHAIN)
+    """Chains and trees of several shapes in turn, after accepted and rejected tokens."""
+    pair = Pair(tmp_path, CASES[name], TREE)
     seen: set[int] = set()
     for i, length in enumerate(LENGTHS):
         sampling = list(SAMPLINGS.values())[i % 2]
-        shapes = [None, (4, 5), (2, 3), (1, 2)]
+        shapes = [None, (4, 5), (2, 3), (3, 9), (1, 5), (2, 8)]
         each = pair.run(text_of(length), 10, (1, 7, 64)[i % 3], shapes=shapes, **sampling)
         seen |= set(each.emitted)
     assert len(seen) > 1

@@ -20,7 +20,7 @@ from tests.reference.tiny_checkpoints import write_safetensors as store
 
 Weights = dict[str, Array]
 
-BLOCKS = ("dflash", "jetspec", "dflash2", "dspark", "lilicorr")  # those that draft trees
+BLOCKS = ("dflash", "jetspec", "dflash2", "dspark", "lilicorr", "domino")
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "jetspec": "DFlashDraftModel",

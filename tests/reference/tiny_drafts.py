@@ -195,7 +195,7 @@ KINDS: dict[str, Callable[[TinyCheckpoint, int], tuple[dict[str, Any], Weights]]
     "model": model,
     "itself": itself,
     "noisy": noisy,
-    **{kind: functools.partial(block, kind) for kind in (*BLOCKS, "domino")},
+    **{kind: functools.partial(block, kind) for kind in BLOCKS},
     "dspark_gated": functools.partial(block, "dspark", markov_head_type="gated"),
     "dspark_rnn": functools.partial(block, "dspark", markov_head_type="rnn"),
 }
