@@ -276,7 +276,7 @@ class EngineConfig(SparseOptions):
         40.0,
         "most milliseconds of a prefill pass while other sequences decode: their outputs pause so "
         "long. Less makes streams smoother and prompts slower. Judged from recent passes; a pass "
-        "has at least 64 tokens",
+        "has at least 64 tokens. Beside short decode steps, passes are shorter than that anyway",
     )
     max_model_len: int = option(
         0,

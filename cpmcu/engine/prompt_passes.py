@@ -2,17 +2,31 @@
 
 Most of a pass goes to the prompts with the least left to read, since that gives the earliest first
 tokens on average. A share goes to the prompt that came first, so short prompts cannot stop it.
+
+A pass beside decoding sequences delays their next tokens. Short passes delay prompts: each has a
+fixed cost, mostly that of reading the weights, and a decode step follows it. So a pass is as short
+as it can be while fixed cost and decode step lengthen the time of its tokens by SLOWDOWN.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
 
 SHARE = 4  # the prompt that came first gets at least 1 / SHARE of a pass
 FEWEST = 64  # tokens of a pass that nothing but the chunk length may lower
 UNTIMED = 512  # tokens of a pass beside decoding sequences, before any pass was timed
-RECENT = 3  # passes that are remembered
+SLOWDOWN = 0.3  # what fixed cost and decode step add to the time of a pass's tokens
+REMAINDER = 0.25  # of a pass, which the other passes read, so that no short one is left
+FEW_PROMPTS = 4  # prompts that are read at once; with more of them, passes are longer
+RECENT = 5  # passes whose tokens are timed
+FITTED = 24  # passes that the fixed cost is fitted to
+STEPS = 5  # decode steps that are remembered
+DIFFERENT = 1.25  # tokens of two passes, more over fewer, from which on the fixed cost shows
+FURTHEST = 2  # tokens of a pass over those of the longest timed one, at most
 
 
 def divide(rests: Sequence[int], room: int, unit: int = 1) -> list[int]:
@@ -34,24 +48,69 @@ def divide(rests: Sequence[int], room: int, unit: int = 1) -> list[int]:
 
 
 class PassTimes:
-    """Limits the time of a pass, from the times of recent ones. Used by one thread.
+    """Limits the time of a pass, from the times of recent passes and steps. Used by one thread.
 
     The text does not depend on it: chunks may have any length.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit  # seconds
-        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds a token
+        self._passes: deque[tuple[int, float]] = deque(maxlen=FITTED)  # tokens, seconds
+        self._steps: deque[float] = deque(maxlen=STEPS)  # seconds
+        self._fixed = 0.0  # seconds of a pass without its tokens
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Records a pass. Passes of few tokens say nothing about longer ones."""
+        """Records a pass."""
         if num_tokens >= FEWEST:
-            self._recent.append(seconds / num_tokens)
+            self._passes.append((num_tokens, seconds))
+            self._fit()
 
-    def room(self) -> int:
-        """Tokens of a pass that takes about the limit."""
-        if not self._recent:
-            return UNTIMED
-        slowest = max(self._recent)  # a pass seems too fast if it ended before the wait began
-        tokens = int(self._limit / slowest) if slowest > 0 else UNTIMED
-        return max(FEWEST, tokens // FEWEST * FEWEST)
+    def observe_step(self, seconds: float) -> None:
+        """Records a decode step."""
+        self._steps.append(seconds)
+
+    def room(self, rests: Sequence[int]) -> int:
+        """Tokens of the next pass. `rests`: tokens left to read of each prompt.
+
+        All passes that `rests` need get about the same length, so none is left with few tokens.
+        """
+        most, wanted = self._bounds()
+        wanted *= max(1.0, len(rests) / FEW_PROMPTS)
+        rest = sum(rests)
+        passes = max(1, math.ceil(rest / wanted - REMAINDER), math.ceil(rest / most))
+        return min(most, max(FEWEST, _up(math.ceil(rest / passes))))
+
+    def _bounds(self) -> tuple[int, float]:
+        """Tokens that a pass may have at most, and those that it should have."""
+        if not self._passes:
+            return UNTIMED, UNTIMED
+        furthest = _up(FURTHEST * max(tokens for tokens, _ in self._passes))
+        recent = list(self._passes)[-RECENT:]
+        costs = [(seconds - self._fixed) / tokens for tokens, seconds in recent]
+        # The slowest limits: a pass seems too fast if it ended before the wait began.
+        most = min(furthest, _ratio(self._limit - self._fixed, max(costs)))
+        most = max(FEWEST, int(most) // FEWEST * FEWEST)
+        if not self._steps:
+            return most, most
+        delay = self._fixed + median(self._steps)
+        return most, max(FEWEST, min(most, _ratio(delay, SLOWDOWN * median(costs))))
+
+    def _fit(self) -> None:
+        """Fits the fixed cost, if there are passes of different lengths."""
+        slopes = [
+            (long[1] - short[1]) / (long[0] - short[0])
+            for short, long in combinations(sorted(self._passes), 2)
+            if long[0] >= DIFFERENT * short[0]
+        ]
+        if slopes:
+            slope = median(slopes)
+            fixed = median(seconds - slope * tokens for tokens, seconds in self._passes)
+            self._fixed = min(max(0.0, fixed), min(seconds for _, seconds in self._passes))
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // FEWEST) * FEWEST
+
+
+def _ratio(seconds: float, cost: float) -> float:
+    return seconds / cost if cost > 0 else math.inf

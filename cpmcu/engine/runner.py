@@ -76,7 +76,8 @@ class Runner:
     ) -> None:
         """`cache`: None is a cache that holds nothing, without swap space.
 
-        `prefill_seconds`: most time of a prefill pass while other sequences decode.
+        `prefill_seconds`: most time of a prefill pass while other sequences decode. Passes beside
+        short decode steps are shorter; see prompt_passes.py.
 
         `draft_depth`: tokens of the longest drafted path; None: `engine.tokens_per_step` - 1. With
         MTP modules the path is shorter, since `tokens_per_step` also counts tokens that are
@@ -396,6 +397,8 @@ class Runner:
         if step.chunks is not None:
             num_tokens = sum(len(chunk) for _, chunk, _ in step.chunks)
             self._scheduler.pass_times.observe(num_tokens, seconds)
+        else:
+            self._scheduler.pass_times.observe_step(seconds)
         if self._chooser is None:
             return
         if step.shape is not None:

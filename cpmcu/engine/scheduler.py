@@ -3,11 +3,11 @@
 Slots and pages are given in order of arrival. Only requests whose prefix is being computed are
 passed over. Prompts are read in chunks and share passes (`prompt_passes.py`). A long prompt delays
 the first token of a shorter one by at most two passes, those in flight. Passes alternate with
-decode steps. While streamed sequences decode, passes are short, so a long prompt does not stall
-these sequences. If no streamed sequence decodes, all prompts are read first, in passes of full
-length: short passes and decode steps of few sequences cost more per token. A pass has no decode
-rows. Their kernels differ from those of prompts, so a pass with both would read the weights twice,
-too.
+decode steps. While streamed sequences decode, passes take a few decode steps, so a long prompt does
+not stall these sequences. If no streamed sequence decodes, all prompts are read first, in passes of
+full length: short passes and decode steps of few sequences cost more per token. A pass has no
+decode rows. Their kernels differ from those of prompts, so a pass with both would read the weights
+twice, too.
 
 Pages are reserved ahead for the steps in flight. A mask of a grammar or of `min_tokens` depends on
 all earlier tokens. If a sequence is masked, a decode step with it therefore waits until no other
@@ -298,7 +298,7 @@ class Scheduler:
         unread = self._reading = [s for s in self._reading if s.unread > 0]
         scored = [s for s in unread if s.rest > 1 and s.wants_scores]
         others = [s for s in unread if s not in scored]
-        room = self._room()
+        room = self._room(unread)
         if scored and (self._score_next or not others):  # passes alternate between the two kinds
             self._score_next = False
             sequence = min(scored, key=lambda s: s.rest)
@@ -328,10 +328,12 @@ class Scheduler:
         self._prompt_blocked = self._prompt_blocked or not found
         return found
 
-    def _room(self) -> int:
+    def _room(self, unread: list[Sequence]) -> int:
         """Maximum number of tokens of the next prefill pass."""
         most = self._engine.chunk_length
-        return min(most, self.pass_times.room()) if self._is_watched else most
+        if not unread or not self._is_watched:
+            return most
+        return min(most, self.pass_times.room([sequence.unread for sequence in unread]))
 
     @property
     def _is_watched(self) -> bool:

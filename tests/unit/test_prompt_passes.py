@@ -11,7 +11,7 @@ from fake_engine import PAGE_SIZE, FakeEngine
 from test_runner import Job, script
 
 from cpmcu.engine.prefix.base import PageCache
-from cpmcu.engine.prompt_passes import FEWEST, UNTIMED, PassTimes, divide
+from cpmcu.engine.prompt_passes import UNTIMED, divide
 from cpmcu.engine.runner import Runner
 
 CHUNK = 8
@@ -214,30 +214,13 @@ def test_prompts_with_scores_take_turns_with_others(turns, scored):
 # ---- passes beside decoding sequences
 
 
-def test_the_length_of_a_pass_follows_recent_times():
-    times = PassTimes(0.040)
-    assert times.room() == UNTIMED
-    times.observe(2048, 0.064)  # 31 us a token
-    assert times.room() == 1280
-    times.observe(1280, 0.080)  # the slowest counts, until three passes later
-    assert times.room() == 640
-    for _ in range(3):
-        times.observe(640, 0.0005)
-    assert times.room() > 2048
-    times.observe(64, 10.0)
-    assert times.room() == FEWEST
-    times.observe(FEWEST - 1, 100.0)
-    times.observe(500, 0.0)
-    assert times.room() == FEWEST
-
-
 def test_a_pass_is_short_only_beside_decoding_sequences(turns, monkeypatch):
     of = turns(engine={"chunk_length": 1000})
     long = Job(3000, max_tokens=900)
     of.submit(long)
     of.until(lambda: long.request.tokens)
     assert [chunks[0][1] for chunks in of.passes()] == [1000, 1000, 1000]
-    monkeypatch.setattr(of.runner._scheduler.pass_times, "room", lambda: 128)
+    monkeypatch.setattr(of.runner._scheduler.pass_times, "room", lambda rests: 128)
     other = Job(500, max_tokens=2, key=1)
     of.submit(other)
     of.until(lambda: other.request.tokens)
@@ -248,11 +231,11 @@ def test_a_pass_is_short_only_beside_decoding_sequences(turns, monkeypatch):
 
 def test_passes_are_timed(turns):
     of = turns(prefill_seconds=1.0, engine={"chunk_length": 100})
-    assert of.runner._scheduler.pass_times.room() == UNTIMED
+    assert of.runner._scheduler.pass_times.room([4000]) == UNTIMED
     job = Job(100, max_tokens=1)
     of.submit(job)
     of.finish(job)
-    assert of.runner._scheduler.pass_times.room() != UNTIMED
+    assert of.runner._scheduler.pass_times.room([4000]) != UNTIMED
 
 
 # ---- admission
