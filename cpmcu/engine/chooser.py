@@ -21,20 +21,20 @@ from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_times import StepTimes
 
 START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
-TIME_SHARE = 0.007  # of all time, which the budget earns
-GAIN_SHARE = 0.5  # of the time that drafting saves, which the budget earns
-TRIAL = 3  # steps of a trial, since right after plain steps fewer drafted tokens are accepted
+TIME_SHARE = 0.007  # share of all time that the budget earns
+GAIN_SHARE = 0.5  # share of the time saved by drafting that the budget earns
+TRIAL = 3  # steps of a trial: its first steps, right after plain ones, accept fewer tokens
 PAUSE = 2  # steps after a trial, until its results are known
-MARGIN = 1.05  # factor on tokens a second that a trial must promise
+MARGIN = 1.05  # predicted tokens a second of a trial ÷ those of the best shape, at least
 REVIEW = 4  # drafted steps of a plan, since making a plan takes as long as some kernels
 PLAIN_REVIEW = 12  # the same for plain steps, which are the shortest
 RETRIED = 500  # steps after which a shape is tried again, even if it promises nothing
 # Loss against plain decoding, in plain steps, after which most samples are dropped. If drafting
 # adds more than one plain step to a step, the limit is multiplied by the added plain steps.
 LOST_STEPS = 3.0
-KEPT = 0.5  # samples that all earlier ones count as, then
-NEW_TEXT = 3  # samples that older texts count as
-HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that cannot exceed it never pays
+KEPT = 0.5  # samples that all earlier ones together count as after that
+NEW_TEXT = 3  # samples that all samples of older texts count as
+HOPELESS = 0.9  # a shape is hopeless below this share of plain decoding's tokens a second
 _LONGEST = 10.0  # plain steps; the rest of a longer step's time has other causes
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
 WINDOW = 96  # samples that a rate remembers
-FADING = 0.995  # factor on the weight of earlier samples, per step
-HOPE_FADING = 0.985  # the same for `hoped`, since the last sample
+FADING = 0.995  # weight of earlier samples after each further step
+HOPE_FADING = 0.985  # the same in `hoped`, for each step since the last sample
 PRIOR = 1.5  # samples that the prior of a rate counts as
-RECOVERED = 2  # drafted steps after plain ones with less weight: the draft has missed tokens
-AFTER_PLAIN = 0.25  # weight of the last of these steps; the first one has its square
+RECOVERED = 2  # first drafted steps after plain ones, which weigh less: the draft lacks tokens
+AFTER_PLAIN = 0.25  # weight of the second of these steps; the first one's is its square
 HOPE = 2.0  # samples, all accepted, that `hoped` adds
 
 _CHAIN: Shape = PLAIN  # stands for the chains of all depths

@@ -19,13 +19,13 @@ RECENT = 12  # steps that are remembered
 # the last of them was slow.
 TRUSTED = 3
 FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8  # plain steps before anything is drafted
-AGREEING = 1.15  # two times of a new shape, slower over faster, at most
-DOUBTED = 8  # with fewer timed plain steps, the lower bound is below the fastest of them
-DOUBT = 0.6  # by this factor
+AGREEING = 1.15  # two times of a new shape agree up to this ratio, slower ÷ faster
+DOUBTED = 8  # with fewer timed plain steps, the lower bound is the fastest of them times DOUBT
+DOUBT = 0.6
 OLD, STALE = 32, 2000  # steps after which a time is doubted, then hardly counts
 FIT_LOW, FIT_HIGH = 0.75, 1.15  # bounds of fitted extra times
 REFIT = 64  # steps after which times are fitted again
-LEAST_EXTRA = 0.15  # of a plain step: least extra time from which a longer one is predicted
+LEAST_EXTRA = 0.15  # plain steps: smallest extra time from which others are predicted
 
 
 @dataclasses.dataclass(slots=True)

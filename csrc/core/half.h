@@ -1,4 +1,4 @@
-// float16 and bfloat16 on the host: storage types with exact conversion (round to nearest even).
+// float16 and bfloat16 on the host: storage types. Conversions round to nearest even.
 #pragma once
 
 #include <bit>

@@ -301,10 +301,10 @@ class Cutter {
   int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
   std::vector<FusedStage> stages_;
   FusedForm weight_;         // of the first stage
-  int norm_ = -1;            // after the last stage
-  int rotary_ = -1;          // after the last stage
-  int attention_ = -1;       // the launch before the first stage, whose splits are not combined
-  std::vector<int> copies_;  // after the launch
+  int norm_ = -1;            // the norm after the last stage
+  int rotary_ = -1;          // rotary_kv after the last stage
+  int attention_ = -1;       // the launch of attention whose splits the first stage combines
+  std::vector<int> copies_;  // copies to launch after this launch
 };
 
 constexpr std::array kKinds{"linear",  "sum",      "norm", "rotary_kv", "attention",     "router",

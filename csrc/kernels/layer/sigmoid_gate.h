@@ -14,7 +14,7 @@ struct SigmoidGateParams {
   int head_dim = 0;       // a multiple of 8
   int first = 0;          // a multiple of 8
   int stride = 0;         // columns from one head's gate to the next, a multiple of 8; of_heads: 1
-  bool of_heads = false;  // a gate has one element
+  bool of_heads = false;  // one gate for each head, not for each element
 };
 
 inline void check_sigmoid_gate(const SigmoidGateParams& p) {

@@ -14,7 +14,7 @@ namespace cpmcu {
 struct MoeCombineParams {
   Tensor hidden;         // [T, D]
   Tensor y;              // [T * k, D] float32
-  Routing routing;       // weights; with a bias, experts
+  Routing routing;       // its weights are read; with a bias, also its experts
   Tensor bias{};         // [E, D], the dtype of hidden; empty: none
   Tensor shared{};       // [T, D] float32; empty: no shared expert
   Tensor shared_gate{};  // [T, columns] float32: g is column `gate_column`
