@@ -83,7 +83,7 @@ def _fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
     """The fields of the assistant's layers, each with the target's layer whose keys it reads."""
     config = {
         **draft.config,
-        "num_kv_shared_layers": 0,  # of its own layers: none is left to share
+        "num_kv_shared_layers": 0,  # no layer shares keys of an own layer
         "hidden_size_per_layer_input": draft.config.get("hidden_size_per_layer_input") or 0,
     }
     reader = ConfigReader(config)

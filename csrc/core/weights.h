@@ -34,10 +34,11 @@ class WeightTable {
   // The tensors of `module` are stacks of sections with these numbers of rows, such as q, k and v.
   // Each section is divided by itself.
   void set_sections(const std::string& module, const std::vector<int64_t>& rows);
-  // `whole`: the table of the undivided model. If a tensor is larger there, its destination takes
-  // the part of `rank`. `divided`: the table of a model that has no more than its part. If only
-  // that one has a smaller tensor, the destination takes all: first the part of `rank`, then the
-  // rest. Throws if a tensor cannot be divided.
+  // Sets which elements of a stored tensor its destination takes. `whole`: the table of the
+  // undivided model; `divided`: that of a rank's part. If the tensor is larger in `whole` than
+  // here, the destination takes the part of `rank`. If it is as large as in `whole` but smaller in
+  // `divided`, the destination takes all: first the part of `rank`, then the rest. Throws if a
+  // tensor cannot be divided.
   void take_parts(const WeightTable& whole, const WeightTable& divided, int rank, int num_ranks);
   // Throws if the name is unknown, the shape differs, or the dtype cannot be converted.
   Entry& find(const std::string& name, DType dtype, const std::vector<int64_t>& shape);

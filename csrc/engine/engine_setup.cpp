@@ -11,7 +11,8 @@
 namespace cpmcu {
 namespace {
 
-constexpr int kMaxTokens = 1 << 30;  // of a sequence; sums with other counts stay in an int
+// Limit of a sequence's tokens, so that sums with other counts fit an int.
+constexpr int kMaxTokens = 1 << 30;
 constexpr double kMaxGigabytes = 1e6;
 
 // Returns one rank's part of `spec`. Both specs are checked before anything is built from them.

@@ -118,7 +118,7 @@ class PrefixCache(PageCache):
             return False
         if prefix.reading is None:
             for entry in matched:
-                entry.locks += 1  # reading must not take their host blocks
+                entry.locks += 1  # so that reading does not take their host blocks
             prefix.reading = self._disk.begin_reading(behind, matched[-1] if matched else None)
             for entry in matched:
                 entry.locks -= 1

@@ -51,7 +51,7 @@ struct FusedGemm {
   float alpha = 1;        // as in GemmParams; 1 if gated
   float beta = 0;
   Tensor part{};         // [M, N], y's dtype: scratch of a GEMM divided among ranks; empty: whole
-  Tensor bias{};         // [1, N], y's dtype; empty: none. Without a norm, gate and rotary_kv
+  Tensor bias{};         // [1, N], y's dtype; empty: none. Not with a norm, gate or rotary_kv
   Tensor scratch{};      // fallback only: packed_gemm's scratch, or [M, N] for a gated 16-bit W
   Tensor normed{};       // [M, N]; empty: no norm
   Tensor norm_weight{};  // [N]

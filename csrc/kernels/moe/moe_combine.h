@@ -20,7 +20,7 @@ struct MoeCombineParams {
   Tensor shared_gate{};  // [T, columns] float32: g is column `gate_column`
   int64_t gate_column = 0;
   float scale = 1;
-  RmsNormParams norm{};  // of `hidden` after the sum, without an index; empty: none
+  RmsNormParams norm{};  // norms `hidden` after the sum; has no index; empty: none
 };
 
 inline void check_moe_combine(const MoeCombineParams& p) {

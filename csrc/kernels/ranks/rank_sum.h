@@ -18,7 +18,7 @@ struct RankSumParams {
   Tensor hidden;         // [T, H]
   Tensor part;           // [T, H] of this rank
   bool adds = true;      // false: hidden is overwritten
-  RmsNormParams norm{};  // of `hidden` after the sum, without an index; empty: none
+  RmsNormParams norm{};  // norms `hidden` after the sum; has no index; empty: none
 };
 
 // Words of the parts of a sum within a fused layer. A lane of its epilogue has 4 columns of 2 rows:

@@ -18,7 +18,7 @@ struct EpilogueTiles {
   int first_warp_tile;  // first warp tile that this CTA owns
   bool rotated;
   int g, q2;                     // the lane's stored row within 8, and its row of x
-  T old[2][2][2], weight[2][2];  // `weight`: of a norm, or the bias of rotary_kv or of y
+  T old[2][2][2], weight[2][2];  // `weight`: norm weights, or the bias of rotary_kv or y
   TokenRotation rotations[2];
 
   // The first m16 tile of an epilogue tile.

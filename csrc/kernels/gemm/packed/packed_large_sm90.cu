@@ -153,7 +153,7 @@ void launch_large(const Context& ctx, DType dtype, PackedGemmArgs args) {
                  x_tiles);
 }
 
-// Estimated microseconds on an H100: of this kernel with tiles of `rows` rows of x, and of the
+// Estimated microseconds on an H100: first this kernel with tiles of `rows` rows of x, then the
 // other kernels with 64 rows a pass. The choice changes no bit of y.
 double time_of_tiles(const Context& ctx, const PackedGemmArgs& args, int rows) {
   const int clusters = ctx.sm_count / 2, tiles = args.tiles * ((args.m + rows - 1) / rows);
