@@ -31,9 +31,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies the first `bytes` of 16 bytes from global to shared memory without registers. The others
-// become zero. In this file, a uint32_t address is a shared_address(). Constant offsets are part of
-// an instruction.
+// Copies `bytes` bytes, at most 16, from global to shared memory without registers. The rest of the
+// 16 becomes zero. In this file, a uint32_t address is a shared_address(). Constant offsets are
+// part of an instruction.
 __device__ __forceinline__ void cp_async_first(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(bytes)

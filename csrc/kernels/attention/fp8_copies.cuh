@@ -38,8 +38,8 @@ void copy_codes(const Context& ctx, const AttentionArgs<__half>& args, const Fp8
 void copy_codes(const Context& ctx, const AttentionArgs<__nv_bfloat16>& args,
                 const Fp8Copies& copies, NeededTokens needed);
 
-// Calls attend(args, copies) for each round, after its copies. In `args`, sequences and heads count
-// from those of the round.
+// Calls attend(args, copies) for each round, after its copies. In `args`, numbers of sequences and
+// heads begin at 0 in each round.
 template <typename T, typename Attend>
 void for_each_round(const Context& ctx, const AttentionParams& p, NeededTokens needed,
                     Attend attend) {

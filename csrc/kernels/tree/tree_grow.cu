@@ -35,7 +35,7 @@ struct Ranking {
 
 __device__ __forceinline__ uint64_t bit(int i) { return uint64_t{1} << i; }
 
-// Writes a node and the token of the step that verifies it.
+// Writes a node, and the token that verifies it in the step.
 __device__ void write_node(const TokenTrees& trees, int seq, int node, int token, int parent,
                            int depth, uint64_t mask, int slot, int length) {
   const int row = seq * trees.num_nodes + node;
