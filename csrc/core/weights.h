@@ -24,8 +24,8 @@ class WeightTable {
     bool loaded = false;
     std::vector<int64_t> shape{};     // in the checkpoint
     std::vector<int64_t> sections{};  // as in set_sections
-    // The destination has these ranges of this dimension, one after another. -1: it is the whole
-    // tensor.
+    // The destination takes `ranges` of dimension cut_dim of the stored tensor, in order. If
+    // cut_dim is -1, it takes the whole tensor.
     int cut_dim = -1;
     std::vector<Range> ranges{};
   };

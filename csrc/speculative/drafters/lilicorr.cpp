@@ -136,7 +136,8 @@ class LiLiCorrDrafter : public BlockDrafter {
   }
 
  private:
-  // Tensors of the checkpoint that lie one below another. `columns` 0: vectors.
+  // Tensors of the checkpoint that are stacked by rows in one engine tensor. If `columns` is 0,
+  // they are vectors.
   struct Weight {
     std::vector<std::string> parts;  // names after "lilicorr."
     int64_t rows = 0;                // of a part

@@ -44,7 +44,7 @@ struct PackArgs {
   Int4Format format;
   int words;                    // int32 words in q's second dimension
   int groups;                   // groups of scales in the file
-  int k_per_scale;              // in the file, unless there is one group
+  int k_per_scale;              // k that share a scale in the file; not used if `groups` is 1
   int block_groups;             // scales of a row of a block
   bool by_channel;              // Marlin has another permutation of channel-wise scales
   int n, k;                     // of the part
