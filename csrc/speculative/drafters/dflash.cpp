@@ -8,9 +8,10 @@
 namespace cpmcu {
 namespace {
 
-// Multiplies the probability of a token whose parent is not on the likeliest path. There 15 to 22 %
-// of drafted tokens were right. On the path 65 to 84 % were.
-constexpr float kOffPath = 0.3f;
+// Multiplies the probability of a token whose parent is not on the likeliest path. A draft that
+// bets on one continuation is right less often there. A draft of plain marginals is not. 0.6 costs
+// neither of them more than 1 % of the tokens a step (docs/notebook/speculation.md).
+constexpr float kOffPath = 0.6f;
 
 class DFlashDrafter : public BlockDrafter {
  public:
