@@ -171,4 +171,10 @@ def open_draft(
 ) -> LoadedDraft | None:
     """The draft of a model (`find_draft`, which raises)."""
     found = find_draft(speculation, directory, target)
-    return None if found is None else LoadedDraft(found.method, found.plan)
+    if found is None:
+        return None
+    draft = LoadedDraft(found.method, found.plan)
+    for part in draft.with_files:
+        if part.plan.rounds_layers:
+            logger.info("%s: rounded to 4 bits; draft_quant none keeps 16 bits", part.title)
+    return draft

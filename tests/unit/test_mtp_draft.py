@@ -118,7 +118,10 @@ def test_a_dense_head_of_a_quantised_target(tmp_path: Path, layout: str) -> None
     assert spec.model.linear_overrides == {"draft.lm_head": "w4_rtn"}
 
 
-def test_layers_that_are_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_quantised_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     target = write_hybrid_w4(tmp_path, "qwen3_5", "gptq")
     checkpoint = open_checkpoint(target.directory)
     config = read(target.directory).config
@@ -133,7 +136,9 @@ def test_layers_that_are_quantised_at_load(tmp_path: Path, monkeypatch: pytest.M
         return spec.linear_method, spec.linear_overrides["draft.lm_head"]
 
     assert methods(quantised=True) == ("dense", "w4_rtn")
+    assert "rounded to 4 bits" not in caplog.text
     assert methods(quantised=False, draft_quant="w4") == ("w4_rtn", "w4_rtn")
+    assert "(mtp): rounded to 4 bits; draft_quant none keeps 16 bits" in caplog.text
     named = {"draft_quant": "w4", "draft_head_quant": "none"}
     assert methods(quantised=True, **named) == ("w4_rtn", "dense")
     monkeypatch.setattr(networks, "WIDE", target.fields().hidden_size)
