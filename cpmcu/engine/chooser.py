@@ -64,8 +64,8 @@ class ShapeChooser:
         self._budget = START_BUDGET
         self._plan: _Plan | None = None
         self._pause = 0
-        self._gained = 0.0  # plain steps, by drafting since plain steps were the best
-        self._lost = 0.0  # plain steps, by drafting where it was thought to be the best
+        self._gained = 0.0  # plain steps gained by drafting since plain steps were last the best
+        self._lost = 0.0  # plain steps lost by drafts that were thought to be the best
         self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost this time
 
     def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from cpmcu.checks import shown
 from cpmcu.grammar import Grammar
 
-MAX_FORMATS = 1024  # of a structural tag
+MAX_FORMATS = 1024  # formats in one structural tag
 MAX_DEPTH = 32
 MAX_TAGS = 512
 

@@ -32,7 +32,7 @@ struct ExpertArgs {
   uint32_t pairs_inverse;  // ceil(2^32 / pairs_per_x); 0: pairs_per_x is 1
   int n, k, width;         // of W; columns of y
   int split_bits;          // 2^split_bits warps share K: 1, 2, 4 or 8
-  int partial_pairs;       // of store_pairs, at least the pairs of a pass
+  int partial_pairs;       // pairs for which store_pairs has room, at least those of a pass
   bool gated, float_out;
   bool routing_is_complete;  // before the wait
   float alpha;               // multiplies the sums
