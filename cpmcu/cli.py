@@ -322,13 +322,17 @@ def _answer_file(
     params: SamplingParams,
     template: bool | None,
 ) -> int:
-    from cpmcu.batch.lines import answered
+    from cpmcu.batch.lines import answered, request_lines
     from cpmcu.batch.run import BatchRun
 
     assert options.batch is not None
-    source, output = Path(options.batch), Path(options.output) if options.output else None
-    with open(source, "rb"):  # raises before the model is loaded
-        skipped = set() if output is None else answered(output)
+    source = Path("/dev/stdin" if options.batch == "-" else options.batch)
+    output = Path(options.output) if options.output else None
+    # Both files are read before the model is loaded, which takes long.
+    lines = request_lines(source)
+    if output is not None and output.is_file() and output.samefile(source):
+        raise ValueError(f"--output is {output}, the file of --batch, expected another file")
+    skipped = set() if output is None else answered(output)
     with _load(display, config, needs_template=bool(template)) as llm:
         renders = _renders(display, llm, template)
 
@@ -336,7 +340,7 @@ def _answer_file(
             return _ids_of(llm, options, prompt, renders)
 
         batch = BatchRun(display, llm, params, ids_of, skipped)
-        return 0 if batch.run(source, output) else 1
+        return 0 if batch.run(lines, output) else 1
 
 
 def _chat(

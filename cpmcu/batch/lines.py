@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _GRAMMARS = {
 }
 
 Id = str | int
+Lines = Callable[[], Iterator[tuple[int, bytes]]]  # (number from 1, line) of each, afresh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +84,13 @@ def sampling_of(request: BatchRequest, defaults: SamplingParams) -> SamplingPara
 def answered(path: Path) -> set[Id]:
     """The ids of the results in an output file, which is created if it is missing.
 
-    A last line that is cut off, as after a kill, is removed from the file. Raises ValueError for a
-    file with other lines, OSError for one that cannot be read or written.
+    A last line that is cut off, as after a kill, is removed from the file. A pipe or a device, such
+    as /dev/stdout, has no results. Raises ValueError for a file with other lines, OSError for one
+    that cannot be read or written.
     """
-    found = set()
+    found: set[Id] = set()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return found
     with open(path, "a+b") as file:
         begin = file.seek(0)
         for number, line in enumerate(file, 1):
@@ -94,9 +99,8 @@ def answered(path: Path) -> set[Id]:
                 break
             begin += len(line)
             try:
-                result = _object(line)
-                found.add(result["custom_id"] if "custom_id" in result else result["id"])
-            except (ValueError, KeyError, TypeError):
+                found.add(_result_id(_object(line)))
+            except (ValueError, KeyError):
                 raise ValueError(
                     f"{path} line {number} is {shown(line.decode('utf-8', 'replace').strip())}, "
                     "expected a result of a batch: name another --output"
@@ -104,8 +108,20 @@ def answered(path: Path) -> set[Id]:
     return found
 
 
-def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(Number from 1, line) for each line that is not blank."""
+def request_lines(path: Path) -> Lines:
+    """Returns a function that reads the lines that are not blank.
+
+    Lines of a pipe, which can be read once only, are held in memory. Raises OSError for a file that
+    cannot be read.
+    """
+    if path.is_file():
+        with open(path, "rb"):
+            return partial(_numbered, path)
+    lines = list(_numbered(path))
+    return lambda: iter(lines)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -139,6 +155,14 @@ def _object(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it is {shown(value)}, expected a JSON object")
     return value
+
+
+def _result_id(line: Mapping[str, Any]) -> Id:
+    """Raises ValueError or KeyError if the line is no result, such as a request."""
+    name, answer = ("custom_id", "response") if "custom_id" in line else ("id", "text")
+    if answer not in line:
+        raise KeyError(answer)
+    return _id(name, line[name])
 
 
 def _id(name: str, value: Any) -> Id:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cpmcu.batch.lines import BatchRequest, Id, numbered, read_request, sampling_of
+from cpmcu.batch.lines import BatchRequest, Id, Lines, read_request, sampling_of
 from cpmcu.batch.openai_calls import OpenAICalls
 from cpmcu.errors import sentence
 from cpmcu.outputs import StreamChunk
@@ -71,14 +71,14 @@ class BatchRun:
         self._tokens = 0  # of all answers
         self._out: TextIO = sys.stdout
 
-    def run(self, source: Path, output: Path | None) -> bool:
-        """Answers the requests of `source`. Returns True if no line failed.
+    def run(self, lines: Lines, output: Path | None) -> bool:
+        """Answers the requests of `lines`. Returns True if no line failed.
 
         `output`: a file that results are appended to; None: stdout. Raises OSError for a file that
         cannot be read or written, RuntimeError if the engine fails.
         """
         start = time.perf_counter()
-        total = sum(1 for _ in numbered(source))
+        total = sum(1 for _ in lines())
         bar = self._display.bar("batch", total, "requests", lines=output is None)
         try:
             if output is not None:
@@ -86,7 +86,7 @@ class BatchRun:
                     output, "a", encoding="utf-8", errors="backslashreplace"
                 )
             bar.start()
-            for number, text in numbered(source):
+            for number, text in lines():
                 self._begin(number, text)
                 while len(self._open) >= _AHEAD * self._llm.max_num_seqs:
                     self._finish(self._ended.get())

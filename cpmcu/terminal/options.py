@@ -58,7 +58,7 @@ class CliOptions:
     batch: str | None = option(
         None,
         "JSON Lines file of requests, each with an id, a prompt or messages, and sampling fields; "
-        "OpenAI's batch files as well",
+        "OpenAI's batch files as well; - is stdin",
         metavar="FILE.jsonl",
         brief="answer the requests of a JSON Lines file",
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from story import Stage, told
 from tokenizers_for_tests import byte_level
 
 from cpmcu import SamplingParams, cli
-from cpmcu.batch.lines import BatchRequest, answered, read_request, sampling_of
+from cpmcu.batch.lines import BatchRequest, answered, read_request, request_lines, sampling_of
 from cpmcu.batch.run import BatchRun
 from cpmcu.ui.display import Display
 from tests.unit.test_cli import needs_engine, run
@@ -88,7 +92,9 @@ def test_sampling_that_is_refused(fields: dict[str, Any], message: str) -> None:
 
 
 def test_an_output_file_that_was_cut_off(tmp_path: Path) -> None:
-    path = write(tmp_path / "out", {"id": 1, "text": "é"}, {"id": "a", "custom_id": "b"})
+    path = write(
+        tmp_path / "out", {"id": 1, "text": "é"}, {"id": "a", "custom_id": "b", "response": {}}
+    )
     whole = path.read_text()
     assert answered(path) == {1, "b"}
     path.write_text(whole + '{"id": 3, "te')
@@ -98,6 +104,51 @@ def test_an_output_file_that_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is '# notes', expected a result of a batch"):
         answered(path)
     assert path.read_text() == "# notes\n"
+    for request in ({"id": 1, "prompt": "a"}, {**OPENAI, "custom_id": "b"}):
+        write(path, request)
+        with pytest.raises(ValueError, match=r"line 1 is .* expected a result of a batch"):
+            answered(path)
+
+
+def test_one_file_for_requests_and_results_is_refused(tmp_path: Path, capsys) -> None:
+    """A request that is taken for its own result would never be answered."""
+    source = write(tmp_path / "in", {"id": 1, "prompt": "a"})
+    (tmp_path / "link").symlink_to(source)
+    before = source.read_text()
+    for output in (source, tmp_path / "link"):
+        assert cli.main(["--batch", str(source), "--output", str(output)]) == 1
+        assert f"--output is {output}, the file of --batch" in capsys.readouterr().err
+    assert source.read_text() == before
+
+
+def test_requests_of_a_pipe(stage: Stage, tmp_path: Path) -> None:
+    """A pipe is read once, for the number of its lines and for its requests."""
+    stage.prepare()
+    pipe, output = tmp_path / "pipe", tmp_path / "out"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=write, args=(pipe, {"id": 1, "prompt": "the"}, {"id": 2}))
+    writer.start()
+    arguments = ["-m", "m", "--batch", str(pipe), "--output", str(output), "-n", "6"]
+    assert cli.main(arguments) == 1  # because of the second line
+    writer.join()
+    assert list(results(output)) == [1]
+    command = [sys.executable, "-m", "cpmcu", "run", "no/model", "--batch"]
+    for name, message in (("-", "no/model"), (str(tmp_path / "none"), "No such file")):
+        piped = subprocess.run([*command, name], input="{}", capture_output=True, text=True)
+        assert message in piped.stderr
+
+
+def test_an_output_that_is_no_file(stage: Stage, tmp_path: Path, capsys) -> None:
+    """A device has no results of an earlier run. /dev/full, if read, would never end."""
+    stage.prepare()
+    source = write(tmp_path / "in", {"id": 1, "prompt": "the"})
+    arguments = ["-m", "m", "--batch", str(source), "-n", "6", "--output"]
+    assert cli.main([*arguments, "/dev/full"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    command = [sys.executable, "-c", "from pathlib import Path; from cpmcu.batch.lines import *; "]
+    command[-1] += "print(answered(Path('/dev/stdout')))"
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert piped.stdout == "set()\n", piped.stderr
 
 
 def test_requests_share_steps(stage: Stage, tmp_path: Path, capsys) -> None:
@@ -105,7 +156,7 @@ def test_requests_share_steps(stage: Stage, tmp_path: Path, capsys) -> None:
     source, output = write(tmp_path / "in", *lines), tmp_path / "out"
     with stage(max_num_seqs=4, step_seconds=0.005) as llm:
         batch = BatchRun(Display(plain=True), llm, SamplingParams(), llm.tokenize, set())
-        assert batch.run(source, output)
+        assert batch.run(request_lines(source), output)
         engine = stage.engines[0]()
         assert engine is not None
         steps = [slots for name, slots in engine.log if name == "decode"]
