@@ -222,9 +222,12 @@ def _quantize(display: Display, parsed: argparse.Namespace, overwrite: bool) -> 
     device = choose_device(parsed.device or "auto")
     try:
         from cpmcu.convert.quantize import quantize, read_text
+        from cpmcu.loading.hub import resolve_model
     except ImportError as error:
         raise ImportError(f"quantize needs torch ({error}): pip install 'cpmcu[torch]'") from error
     options = dataclasses.replace(_options(parsed), device=device)
+    if parsed.verify is not None and text is not None:  # checked before hours of rounding
+        read_text(resolve_model(parsed.src), text, 2)
     done = quantize(
         parsed.src,
         parsed.dst,

@@ -75,6 +75,7 @@ def check_destination(
 ) -> Path:
     """The absolute path of the directory to write. Raises ValueError if it must not be written.
 
+    Raises PermissionError if the directory above it cannot be written, as on a read-only disk.
     An existing directory is replaced only if it holds the file `holds`, which identifies the output
     of an earlier run.
     """
@@ -88,6 +89,9 @@ def check_destination(
     there = next(path for path in (destination, *destination.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{there} is a file, expected a directory or nothing yet")
+    above = there.parent if there == destination else there  # where the output gets its name
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"{above} cannot be written, expected a directory that can")
     if there != destination or not any(destination.iterdir()):
         return destination
     if not overwrite:
@@ -173,6 +177,16 @@ def small_files(source: Path) -> list[Path]:
     return small
 
 
+def check_space(directory: Path, num_bytes: int) -> None:
+    """Raises OSError if fewer than `num_bytes` are free for a directory, even a new one."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < num_bytes:
+        raise OSError(
+            f"{there} has {free / 1e6:.1f} MB free, expected at least {num_bytes / 1e6:.1f} MB"
+        )
+
+
 @contextlib.contextmanager
 def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
     """A temporary directory that replaces `destination` if the context ends without an error.
@@ -182,11 +196,7 @@ def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
     destination = destination.expanduser().resolve()
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(parent).free
-    if free < num_bytes:
-        raise OSError(
-            f"{parent} has {free / 1e6:.1f} MB free, expected at least {num_bytes / 1e6:.1f} MB"
-        )
+    check_space(parent, num_bytes)
     temporary = parent / f".{destination.name}.{secrets.token_hex(4)}.incomplete"
     temporary.mkdir()
     try:

@@ -30,6 +30,7 @@ from cpmcu.convert.output import (
     Converted,
     NewTensor,
     check_destination,
+    check_space,
     copied,
     write_model,
 )
@@ -99,6 +100,7 @@ def quantize(
     target = check_destination(Path(destination), [path], overwrite=overwrite)
     with about(path):
         model = _open(path, options)
+    check_space(target.parent, _least_bytes(model, options))  # rounding may take hours
     if options.method == "gptq":
         with about(path):
             check_dense(model.fields)
@@ -192,6 +194,14 @@ def _sizes(model: _Source) -> dict[str, tuple[int, int]]:
     tensors = model.checkpoint.tensors
     shapes = {module: tensors[f"{module}.weight"].meta.shape for module in model.modules}
     return {module: (shape[0], shape[1]) for module, shape in shapes.items()}
+
+
+def _least_bytes(model: _Source, options: QuantizeOptions) -> int:
+    """Bytes of the output's weights without scales."""
+    metas = {name: stored.meta for name, stored in model.checkpoint.tensors.items()}
+    kept = sum(m.nbytes for name, m in metas.items() if name[:-7] not in model.modules)
+    bits = options.bits if options.format == "gptq" else 4
+    return kept + sum(n * k for n, k in _sizes(model).values()) * bits // 8
 
 
 def read_text(model: Path, text: Path, most: int) -> list[int]:

@@ -212,6 +212,24 @@ def test_refused_destinations(tmp_path: Path, source: Path, monkeypatch: Any) ->
     assert snapshot(source) == before and (tmp_path / "notes" / "diary.txt").exists()
 
 
+def test_a_destination_that_cannot_be_written(
+    tmp_path: Path, source: Path, monkeypatch: Any
+) -> None:
+    """A read-only disk is found before the conversion begins."""
+    asked: list[Path] = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr(os, "access", access)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new/out"):
+        with pytest.raises(PermissionError, match=f"{tmp_path} cannot be written, expected"):
+            gptq_to_marlin(str(source), tmp_path / name)
+    assert asked == [tmp_path, tmp_path]
+
+
 def test_full_disk(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**5))
     with pytest.raises(OSError, match=r"has 0.1 MB free, expected at least 0.\d MB"):

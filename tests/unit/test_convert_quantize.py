@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,24 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     assert "up_proj.weight holds numbers that are not finite" in refused(
         tmp_path / "in", group_size=-1
     )
+
+
+def test_mistakes_are_found_before_the_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounding may take hours, after which a wrong text or a full disk would lose its result."""
+
+    def rounding(*_: Any) -> None:
+        raise AssertionError("the rounding began")
+
+    monkeypatch.setattr(module, "_to_nearest", rounding)
+    command = ["quantize", str(shipped_model()), str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*command, "--verify", str(tmp_path / "none.txt")]) == 1
+    assert "none.txt: no such file, expected a text" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**5))
+    assert main(command) == 1
+    assert "has 0.1 MB free, expected at least" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts(tmp_path: Path) -> None:
