@@ -30,6 +30,8 @@ _PIECE = 1 << 15  # ids converted to Python integers at a time
 _MOST_TEXTS = 1 << 18  # texts of single tokens that are remembered
 # Modules through which transformers reads tokenizer.model -> their packages.
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+# Files that transformers' tokenizers read token texts from.
+_VOCABULARIES = ("*.model", "*.spm", "*.tiktoken", "*vocab*", "tekken.json")
 # Fields of a token in added_tokens_decoder of tokenizer_config.json.
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -137,8 +139,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise FieldError(
-                f"the prompt holds {text[error.start]!r}, half of a surrogate pair, but must be "
-                "Unicode text",
+                f"the prompt holds {_not_unicode(text[error.start])}, but must be Unicode text",
                 field="prompt",
             ) from error
         return self._backend.encode(text, add_special_tokens, max_length)
@@ -365,6 +366,11 @@ class _TransformersBackend:
             raise FileNotFoundError(
                 f"{directory} has no tokenizer: neither tokenizer.json nor {', '.join(names)}"
             )
+        if not any(next(directory.glob(pattern), None) for pattern in _VOCABULARIES):
+            raise FileNotFoundError(
+                f"{directory} has {found[0].name} but no vocabulary, expected tokenizer.json (or "
+                "tokenizer.model, vocab.json, vocab.txt): the download may be incomplete"
+            )
         for file in found:
             check_file(file)
         try:
@@ -452,6 +458,14 @@ def _content(name: str, token: Any) -> str:
             "expected a token's text or an object with its content"
         )
     return text
+
+
+def _not_unicode(character: str) -> str:
+    """Describes half of a surrogate pair. Python reads a wrong byte of a terminal as such a one."""
+    found = f"{character!r}, half of a surrogate pair"
+    if "\udc80" <= character <= "\udcff":
+        found += f" or the byte 0x{ord(character) - 0xDC00:02x} that is not UTF-8"
+    return found
 
 
 def _is_unicode(text: str) -> bool:

@@ -38,6 +38,17 @@ def test_half_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
     with pytest.raises(ValueError, match=r"the prompt holds '\\ud83d', half of a surrogate pair"):
         tokenizer.encode("a\ud83d")
+    with pytest.raises(ValueError, match="or the byte 0xe9 that is not UTF-8, but must be Unicode"):
+        tokenizer.encode("caf\udce9")
+
+
+def test_a_directory_without_a_vocabulary(tmp_path):
+    """An incomplete download must not send its user to install transformers."""
+    directory = write_directory(tmp_path, byte_level())
+    (directory / "tokenizer.json").unlink()
+    message = "has tokenizer_config.json but no vocabulary, expected tokenizer.json"
+    with pytest.raises(FileNotFoundError, match=message):
+        Tokenizer.from_directory(directory)
 
 
 @pytest.mark.parametrize(("add", "first"), [(True, "<s>"), (False, "▁a")])
@@ -162,6 +173,7 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="has no tokenizer"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "vocab.txt").write_text("a")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="needs the transformers package: pip install"):
         Tokenizer.from_directory(tmp_path)
