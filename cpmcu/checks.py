@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 import struct
@@ -49,6 +50,20 @@ def shown(value: object, limit: int = 64) -> str:
     except ValueError:  # Python refuses to print integers of thousands of digits
         text = "a number of thousands of digits"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shown_json(value: object) -> str:
+    """`shown` for a value of a JSON text: null, true and false have JSON's names."""
+    names = {None: "null", True: "true", False: "false"}
+    return names[value] if value is None or isinstance(value, bool) else shown(value)
+
+
+def is_installed(module: str) -> bool:
+    """Can this module be imported? It is not imported, which would take long."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of the package that holds it; of a module that is blocked
+        return False
 
 
 def one_line(text: object, limit: int = 300) -> str:

@@ -16,6 +16,7 @@ import signal
 import sys
 from types import FrameType
 
+from cpmcu.checks import is_installed
 from cpmcu.config import EngineConfig
 from cpmcu.errors import sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
@@ -23,6 +24,8 @@ from cpmcu.flags.engine import MODEL_WORD, add_engine_flags, engine_config, name
 from cpmcu.flags.startup import add_startup_flags, prepare
 from cpmcu.serving.config import ServerConfig
 from cpmcu.shipped import chat_model
+
+_PACKAGES = ("fastapi", "uvicorn", "anyio", "pydantic", "prometheus_client")
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
@@ -77,6 +80,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _serve(config: ServerConfig, engine: EngineConfig) -> int:
+    for name in _PACKAGES:  # before the model is loaded, during which they are imported
+        if not is_installed(name):
+            raise ImportError(_to_install(name))
     try:
         from cpmcu.serving import runtime
 
@@ -84,9 +90,12 @@ def _serve(config: ServerConfig, engine: EngineConfig) -> int:
     except ImportError as error:
         if error.name is None or error.name.startswith("cpmcu"):
             raise
-        raise ImportError(
-            f"the server needs the package {error.name!r}: pip install 'cpmcu[server]'"
-        ) from error
+        raise ImportError(_to_install(error.name)) from error
+
+
+def _to_install(package: str) -> str:
+    name = package.replace("_", "-")
+    return f"the server needs the package {name!r}: pip install 'cpmcu[server]'"
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cpmcu.checks import FieldError, PromptTooLongError, one_line, shown
+from cpmcu.checks import FieldError, PromptTooLongError, is_installed, one_line, shown
 from cpmcu.errors import about, one_sentence
 from cpmcu.loading.index import check_file
 from cpmcu.loading.model_files import model_files
@@ -380,7 +379,7 @@ class _TransformersBackend:
                 f"{directory} has no tokenizer.json, so its tokenizer needs the transformers "
                 "package: pip install 'cpmcu[hf]'"
             ) from error
-        missing = [name for name in _SENTENCEPIECE if not _is_installed(name)]
+        missing = [name for name in _SENTENCEPIECE if not is_installed(name)]
         if missing and directory / "tokenizer.model" in found:
             raise ImportError(
                 f"{directory} has tokenizer.model and no tokenizer.json, which needs "
@@ -475,13 +474,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # of the package that holds it
-        return False
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:

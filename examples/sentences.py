@@ -1,4 +1,4 @@
-"""Errors of the examples as one sentence. CPMCU_DEBUG=1 shows the traceback.
+"""Errors of the examples as one sentence, and --help. CPMCU_DEBUG=1 shows the traceback.
 
 An example imports this module first, since a missing package is such an error, too.
 """
@@ -44,3 +44,6 @@ def _hook(kind: type[BaseException], error: BaseException, trace: object) -> Non
 
 
 sys.excepthook = _hook
+if {"-h", "--help"} & set(sys.argv[1:]):  # the text at the top of the example
+    print((sys.modules["__main__"].__doc__ or "").strip())
+    sys.exit()

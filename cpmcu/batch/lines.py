@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpmcu.checks import one_line, shown
+from cpmcu.checks import one_line, shown, shown_json
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SamplingParams
 
@@ -153,7 +153,7 @@ def _object(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"it is {shown(value)}, expected a JSON object")
+        raise ValueError(f"it is {shown_json(value)}, expected a JSON object")
     return value
 
 
@@ -167,7 +167,7 @@ def _result_id(line: Mapping[str, Any]) -> Id:
 
 def _id(name: str, value: Any) -> Id:
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        raise ValueError(f"{name} is {shown(value)}, expected a text or an integer")
+        raise ValueError(f"{name} is {shown_json(value)}, expected a text or an integer")
     return value
 
 

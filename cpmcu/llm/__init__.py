@@ -21,6 +21,7 @@ from cpmcu.llm.arguments import (
     check_conversation,
     check_one_prompt,
     config_of,
+    is_list_of_lists,
     wrong_params,
 )
 from cpmcu.llm.streaming import ChunkStream
@@ -175,7 +176,7 @@ class LLM:
         conversation. Raises ChatTemplateError (a ValueError) if there is no template or the
         template refuses the conversation. Also raises the errors of `generate`.
         """
-        several = bool(messages) and not hasattr(messages[0], "keys")
+        several = is_list_of_lists(messages)
         conversations: Any = messages if several else [messages]
         prompts = [self.tokenize_chat(each, **template_variables) for each in conversations]
         return self._generate(prompts, sampling_params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpmcu.checks import listed, shown
@@ -78,10 +78,24 @@ def check_one_prompt(prompt: Any) -> None:
         )
 
 
+def is_list_of_lists(messages: Any) -> bool:
+    """Is this a list of conversations, not one conversation?"""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        return False
+    return bool(messages) and not hasattr(messages[0], "keys")
+
+
 def check_conversation(messages: Any) -> None:
     """Raises ValueError unless there is a message, and each that needs a content has one."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        found = f"messages is {shown(messages)}"
+        raise ValueError(f'{found}, but must be a list like [{{"role": "user", "content": ...}}]')
     if not len(messages):
         raise ValueError("messages is [], but must have at least one message")
     for i, message in enumerate(messages):
+        if not hasattr(message, "keys"):
+            raise ValueError(
+                f"messages[{i}] is {shown(message)}, but must be an object with role and content"
+            )
         if message.get("role") in ("user", "system", "developer") and "content" not in message:
             raise ValueError(f"messages[{i}].content is missing, expected a text")

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from cpmcu.checks import PromptTooLongError
+from cpmcu.checks import PromptTooLongError, shown_json
 from cpmcu.serving.http.request_id import request_id
 from cpmcu.serving.validation_words import wanted
 
@@ -278,5 +278,7 @@ def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[s
 
 
 def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return shown_json(value)
     text = _repr.repr(value)
     return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."

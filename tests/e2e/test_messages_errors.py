@@ -83,7 +83,7 @@ def user(block: dict) -> dict:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": None}, "max_tokens is None, but must be an integer."),
+        ({"max_tokens": None}, "max_tokens is null, but must be an integer."),
         ({"messages": []}, "messages is [], but must have at least 1 item"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role is 'tool', but"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3, but must be"),

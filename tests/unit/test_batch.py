@@ -60,6 +60,8 @@ OPENAI = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": 
         (b"\xff", "it is not JSON: 'utf-8' codec can't decode"),
         ([1], r"it is \[1\], expected a JSON object"),
         ({"prompt": "a"}, "there is no id"),
+        ({"id": None, "prompt": "a"}, "id is null, expected a text or an integer"),
+        (True, "it is true, expected a JSON object"),
         ({"id": 1.5, "prompt": "a"}, "id is 1.5, expected a text or an integer"),
         ({"id": 1}, "there are no prompt and no messages"),
         ({"id": 1, "prompt": "a", "messages": []}, "there are a prompt and messages"),

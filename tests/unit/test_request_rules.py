@@ -81,7 +81,7 @@ def test_equal_grammars_under_two_names_are_one() -> None:
     ("fields", "sentence"),
     [
         ({"logit_bias": {"5": 1, "five": 1}}, "logit_bias has the key 'five', but must map token"),
-        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is None, but"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is null, but"),
         ({"messages": [USER, {"role": "user", "content": []}]}, r"messages\[1\].content is \[\]"),
         (
             {

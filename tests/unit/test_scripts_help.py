@@ -41,3 +41,39 @@ def test_a_missing_package_is_named():
     assert done.returncode == 2
     assert "the clients need the package 'httpx': pip install 'cpmcu[dev]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_server_names_a_missing_package_before_it_loads():
+    """One sentence: a model whose loading is given up would give a second error."""
+    for package in ("fastapi", "prometheus_client"):
+        code = "import sys; sys.modules[sys.argv[1]] = None; from cpmcu.server import main; "
+        code += "sys.exit(main(['--port', '0']))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, package],
+            env={**os.environ, "PYTHONPATH": python_path(ROOT), "CPMCU_DEBUG": ""},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        name = package.replace("_", "-")
+        sentence = f"the server needs the package '{name}': pip install 'cpmcu[server]'\n"
+        assert (done.returncode, done.stderr) == (1, f"cpmcu.server: {sentence}")
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem[:4] != "ray_"]
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_help_of_an_example(script: Path, tmp_path: Path):
+    """No example takes --help for an argument, and none needs a package for it."""
+    (tmp_path / "openai.py").write_text("raise ModuleNotFoundError(name='openai')")
+    done = subprocess.run(
+        [sys.executable, script, "--help"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{python_path(ROOT)}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if script.stem != "sentences":
+        assert len(done.stdout.split()) > 5

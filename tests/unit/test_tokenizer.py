@@ -200,7 +200,7 @@ def test_tokenizer_model_names_the_missing_packages(
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "tokenizer.model").write_bytes(b"model")
-    monkeypatch.setattr("cpmcu.tokenizer._is_installed", lambda name: name not in missing)
+    monkeypatch.setattr("cpmcu.tokenizer.is_installed", lambda name: name not in missing)
     named = " and ".join({"google.protobuf": "protobuf"}.get(name, name) for name in missing)
     with pytest.raises(ImportError, match=rf"needs {named}: pip install 'cpmcu\[hf\]'"):
         Tokenizer.from_directory(tmp_path)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from cpmcu.checks import shown
+from cpmcu.checks import shown_json
 from cpmcu.serving.errors import ApiError, of_body, refused, unknown_part
 from cpmcu.serving.http import strict_json
 from cpmcu.serving.protocol.base import (
@@ -251,9 +251,10 @@ class ChatRequest(GenerationRequest):
         for i, message in enumerate(self.messages):
             place = f"{field}[{i}].content"
             if message.role == "user" and message.content in (None, []):
+                found = shown_json(message.content)
                 raise ApiError(
                     400,
-                    f"{place} is {shown(message.content)}, but must be a text or a list of parts.",
+                    f"{place} is {found}, but must be a text or a list of parts.",
                     param=place,
                     code="invalid_value",
                 )
