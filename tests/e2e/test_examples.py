@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import py_compile
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 import types
@@ -15,7 +17,7 @@ import pytest
 
 from cpmcu.cli import make_parser as cli_parser
 from cpmcu.server import make_parser as server_parser
-from tests.e2e.harness import ROOT
+from tests.e2e.harness import ROOT, start
 from tests.python_path import python_path
 
 EXAMPLES = ROOT / "examples"
@@ -237,3 +239,32 @@ def test_other_errors_are_one_sentence(limited, tmp_path):
     assert "usage: openai_long_prompt.py FILE" in run("openai_long_prompt", status=1)
     said = run("chat", str(tmp_path / "none"), status=1, CPMCU_DEBUG="")
     assert said.startswith("chat.py: ") and "none" in said and said.count("\n") == 1
+
+
+DOCUMENTS = ["README", "docs/server", "docs/messages", "docs/responses"]
+
+
+@pytest.fixture(scope="module")
+def renamed():
+    """A server whose model has another name, as if a chat model were installed."""
+    with start("--served-model-name", "another") as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_clients_in_documents(renamed, name):
+    """The programs and curl commands run as printed, whatever model is served."""
+    text = (ROOT / f"{name}.md").read_text("utf-8").replace("http://localhost:8000", renamed.url)
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    programs = [program for program in programs if "http://" in program]
+    assert programs
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+    for command in re.findall(r"^curl .*", text, re.MULTILINE):
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout and '"error":{' not in done.stdout
