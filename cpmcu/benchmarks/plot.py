@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot is {path}, expected a file that ends in .png")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--plot is {path}, but {path.absolute().parent} is no directory")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--plot is {path}, which cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'cpmcu[plot]'")
 

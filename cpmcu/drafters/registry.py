@@ -7,6 +7,7 @@ Code outside the package may also call `register_drafter` before the model is lo
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
@@ -175,8 +176,11 @@ def get_drafter(method: str) -> tuple[str, Drafter]:
     known = registered_drafters()
     name = name_of(method)
     if name not in known:
+        near = difflib.get_close_matches(method, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"the speculative method is {method!r}, expected auto or one of: {', '.join(known)}"
+            f"the speculative method is {method!r}{hint}, expected auto or one of: "
+            + ", ".join(known)
         )
     return name, _drafters[name][0]
 

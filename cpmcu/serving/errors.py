@@ -157,6 +157,8 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        if compressed := _of_coding(request):
+            return compressed.response(request.scope["path"])
         sent = request.headers.get("content-type", "")
         return _from_validation(error, sent).response(request.scope["path"])
 
@@ -168,11 +170,21 @@ def add_handlers(app: FastAPI) -> None:
             message = f"{request.url.path} does not take {request.method}."
         elif error.status_code == 400 and isinstance(error.__cause__, (ValueError, RecursionError)):
             # FastAPI raises this for a body that is not UTF-8 or is nested too deeply.
-            return _invalid_json().response(request.scope["path"])
+            found = _of_coding(request) or _invalid_json()
+            return found.response(request.scope["path"])
         else:
             message = str(error.detail)
         found = ApiError(error.status_code, message, headers=error.headers)
         return found.response(request.scope["path"])
+
+
+def _of_coding(request: Request) -> ApiError | None:
+    """Returns the error of a compressed body, which no route reads."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding == "identity":
+        return None
+    message = f"The request body is encoded as {coding[:64]!r}: send it without Content-Encoding."
+    return ApiError(415, message, code="unsupported_encoding")
 
 
 def _invalid_json(reason: str = "") -> ApiError:

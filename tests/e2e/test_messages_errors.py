@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gzip
 import signal
 import threading
 import time
@@ -61,6 +62,10 @@ def test_statuses(limited, path):
     headers = {**KEY, "Content-Type": "application/json"}
     reply = httpx.post(limited.url + path, content=b"{", headers=headers, timeout=60)
     assert error_of(reply, 400).startswith("The request body is not valid JSON: at character 1: ")
+    for content in (gzip.compress(b"{}"), b"\x1f"):
+        coded = {**headers, "Content-Encoding": "gzip"}
+        reply = httpx.post(limited.url + path, content=content, headers=coded, timeout=60)
+        assert "encoded as 'gzip': send it without Content-Encoding" in error_of(reply, 415)
     error_of(limited.post(f"{PATH}/batches", HI, **KEY), 404, "not_found_error")
 
 

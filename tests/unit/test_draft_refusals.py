@@ -128,6 +128,8 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
     message = refused(target, eagle, method="medusa")
     assert "method is 'medusa', expected auto or one of: " in message
     assert "eagle, eagle3, gemma4_assistant, hierarchical," in message
+    message = refused(target, eagle, method="ngrm")
+    assert "method is 'ngrm' (did you mean ngram?), expected auto or" in message
     assert "ngram has no weights" in refused(target, eagle, method="ngram")
     assert "eagle needs weights" in refused(target, None, method="eagle")
     (eagle / "config.json").unlink()

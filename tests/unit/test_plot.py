@@ -121,6 +121,10 @@ def test_wrong_plot_files_are_refused_before_measuring(
         check_plot(tmp_path / "x.pdf")
     with pytest.raises(ValueError, match="is no directory"):
         check_plot(tmp_path / "no" / "x.png")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != tmp_path)
+        with pytest.raises(ValueError, match=r"x\.png, which cannot be written"):
+            check_plot(tmp_path / "x.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install 'cpmcu\\[plot\\]'"):
         check_plot(tmp_path / "x.png")
