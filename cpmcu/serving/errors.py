@@ -101,7 +101,7 @@ def error_body(
 
 
 def _printable(message: str) -> str:
-    """Returns a message with half a surrogate pair as its escape."""
+    """Returns a message in which each unpaired surrogate is replaced by its escape."""
     return message.encode("utf-8", "backslashreplace").decode()
 
 

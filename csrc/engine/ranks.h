@@ -46,9 +46,9 @@ class Ranks {
   RankPages& pages() { return pages_; }
 
   // Calls run(engine, rank) for all ranks at once and waits for all. If all ranks throw, throws the
-  // error of rank 0, and the engine goes on. If some do, the ranks have no common state any more:
-  // throws, and so does every later call. On GPUs, waits for the calls of other engines of several
-  // ranks, and for their steps in flight.
+  // error of rank 0, and the engine goes on. If only some ranks throw, their states differ. Then
+  // this call and every later call throw. On GPUs, first waits until no other engine of several
+  // ranks has a call running or a step in flight.
   void each(const std::function<void(Engine&, int)>& run);
 
   // ---- calls whose arguments or results differ between the ranks

@@ -2,8 +2,8 @@
 //
 // Roofline: that of attention_decode.cu. A sink is one exponential for each token and query head.
 //
-// Surprising: a sink enters only where a row's sums end: here for a row with one split, else in
-// attention_combine. So neither splits nor trees change its bits.
+// Surprising: a sink is added only when the sums of a row are complete. If a row has one split,
+// these kernels add it, else attention_combine. So neither splits nor trees change a row's bits.
 #include "core/dispatch.h"
 #include "kernels/attention/decode_launch.cuh"
 

@@ -10,10 +10,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Maximum packed rows of a KV head for few_rows.cuh.
+// few_rows.cuh takes at most this many packed rows of a KV head. A packed row is one query head of
+// one token.
 constexpr int kMaxFewRows = 16;
-// Maximum entries of a range if there are several sequences. Otherwise the longest sequence would
-// finish last, alone.
+// If there are several sequences, the longest has at least one range of splits for this many KV
+// entries. With fewer ranges it would finish last, alone.
 constexpr int kMaxRangeEntries = 4096;
 
 // The division of packed rows and splits among CTAs.

@@ -6,11 +6,11 @@
 namespace cpmcu::cpu {
 namespace {
 
-// A node of a level: a row, or a candidate below a row.
+// A row of a level, or a candidate that may become a row of its level.
 struct Node {
   float score;
-  int level, row;     // a candidate's: of its parent
-  int candidate = 0;  // of K
+  int level, row;     // of a candidate: `row` is its parent's
+  int candidate = 0;  // its index among the K candidates; -1: padding
 };
 
 // The `count` best nodes, best first. Of equal ones the earlier in the list is first.

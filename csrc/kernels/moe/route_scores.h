@@ -20,7 +20,8 @@ struct ScoreExpertsParams {
   Tensor bias{};  // [E] float32; empty: none
 };
 
-// Groups of equally many experts, of which `top_k` may be chosen from.
+// The experts form `count` groups of equal size. A token's experts come from its best `top_k`
+// groups.
 struct ExpertGroups {
   int count = 1, top_k = 1;
 };

@@ -31,7 +31,7 @@ struct BeginInnerParams {
   int *rows = nullptr, *slot_rows = nullptr;
   int num_tokens = 0;             // M, of each draft
   int* chain = nullptr;           // [B, M] out: the first token, then -1
-  InnerCounts* counts = nullptr;  // [B] out: none
+  InnerCounts* counts = nullptr;  // [B] out: zero steps and tokens
 };
 REGISTER_OP(begin_inner, BeginInnerParams)
 

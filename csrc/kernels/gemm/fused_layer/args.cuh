@@ -104,7 +104,8 @@ struct FusedLayerArgs {
   GemmArgs parts[kMaxFusedParts];
   Rotary rotary;
   FusedState* state;
-  char* fragments;  // [CTAs][warp tiles][row groups][m16 tiles][lanes] of 16 bytes
+  // Partial sums: [CTAs][warp tiles][row groups][m16 tiles][lanes] fragments of 16 bytes.
+  char* fragments;
   int num_parts, num_gemms, m;
   int min_active_ctas;  // minimum over all GEMMs but the last, without rests
   CombineMode combine_mode;

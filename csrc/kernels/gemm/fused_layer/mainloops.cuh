@@ -146,7 +146,8 @@ struct DenseMainloop {
 
   struct Source {
     const TensorMap* map;
-    int k, row, second;  // first rows of both boxes
+    int k;            // first column of both boxes
+    int row, second;  // first row of each box
 
     __device__ __forceinline__ Source(const GemmArgs& gemm, int tile, int k_block)
         : map(&gemm.w_map),
