@@ -73,7 +73,7 @@ class Tokenizer:
         self, backend: _Backend, config: dict[str, Any], eos_token_ids: Sequence[int] = ()
     ) -> None:
         self._backend = backend
-        # Texts of single tokens: without special tokens [True], and with them [False].
+        # Texts of single tokens, indexed by `skip_special_tokens`.
         self._texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         self.config = config  # tokenizer_config.json
         self.special_tokens = {

@@ -160,7 +160,7 @@ class PrefillProgressBar:
         self._timer: threading.Timer | None = None
 
     def begin(self, total: int) -> None:
-        """Shows 0 of `total` tokens as soon as the first pass takes long."""
+        """If the first pass takes longer than half a second, shows 0 of `total` tokens."""
         self._timer = threading.Timer(_FIRST_PASS_SECONDS, self._show, [total])
         self._timer.daemon = True
         self._timer.start()

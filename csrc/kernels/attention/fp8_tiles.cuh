@@ -114,8 +114,8 @@ __device__ __forceinline__ void fetch_cache(Fp8Tile<T, kRows, kDim>& tile,
   }
 }
 
-// Loads operands B of mma.m16n8k16 from 32 entries. `address`: of chunk 0 of the lane's entry,
-// which is entry `lane`.
+// Loads operands B of mma.m16n8k16 from 32 entries. Each lane points ldmatrix to one entry, that of
+// its own number. `address` is where chunk 0 of this entry lies.
 template <typename T, typename Tile>
 struct Fp8Keys {
   uint32_t address;

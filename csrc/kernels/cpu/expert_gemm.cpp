@@ -18,7 +18,7 @@ struct Rows {
   Routing routing;
   int pairs_per_x;
   bool sorted_x, sorted_y;
-  const ExpertRows* with_bias = nullptr;  // its bias and activation; null: none
+  const ExpertRows* with_bias = nullptr;  // has the bias and activation; null: neither
 
   Rows(const ExpertRows& rows)
       : y(rows.y),

@@ -13,7 +13,7 @@ constexpr int kPendingWidth = kRawWidth + 8;
 // other's sums, so a CTA is at most two stages ahead of another. So it never overwrites sums in
 // use.
 constexpr int kExchanges = 4;
-// The exchange of q and k in a decode step. Sums of squares have exchange 0.
+// Index of the exchange of q and k in a decode step. Sums of squares then use exchange 0.
 constexpr int kExchangeOfKeys = 1;
 
 // Rows of shared memory.
