@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[float, tuple[int, int] | None]] = {
         22: (120_000, 8),
         30: (131_072, 8),
     },
-    "qwen3.5-27b": {7: None, 11: None, 15: None, 22: (14000, 4), 30: (100_000, 8)},
+    "qwen3.5-27b": {7: None, 11: None, 15: None, 22: (22000, 4), 30: (108_000, 8)},
     "qwen3-30b-a3b": {7: None, 11: None, 15: None, 22: (40960, 8), 30: (40960, 8)},
 }
 CASES = [(name, gb) for name, sizes in DEFAULTS.items() for gb in sizes]
