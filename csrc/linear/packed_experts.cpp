@@ -2,9 +2,10 @@
 //
 // The buffer has a part for each expert. A part holds the expert's tensors while they are loaded,
 // then its weight blocks. The device repacks one expert after another.
-#include <algorithm>
+#include "linear/packed_experts.h"
 
-#include "linear/experts.h"
+#include <utility>
+
 #include "linear/packed_tensors.h"
 
 namespace cpmcu {
@@ -15,25 +16,18 @@ LinearConfig unfused(LinearConfig expert) {
   return expert;
 }
 
-class PackedExperts : public ExpertLinear {
+class PackedExperts : public PackedExpertLinear {
  public:
   explicit PackedExperts(const ExpertsConfig& config)
-      : config_(config),
-        tensors_(make_packed_tensors(unfused(config.expert))),
-        weight_(tensors_->weight()) {
-    const int64_t bytes = std::max(weight_.num_bytes(), tensors_->num_bytes());
-    stride_ =
-        (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;
-  }
+      : PackedExperts(config, make_packed_tensors(unfused(config.expert))) {}
 
   void plan(MemoryPlan& plan) override {
-    id_ = plan.add(config_.prefix + config_.expert.stacked_name(), "weights",
-                   config_.num_experts * stride_);
+    plan_blocks(plan);
     load_id_ = plan.add_scratch("packed.load", tensors_->num_bytes(), kLoad, kLoad);
   }
 
   void bind(const Arena& arena) override {
-    weight_.blocks = arena.array<char>(id_);
+    bind_blocks(arena);
     load_ = arena.array<char>(load_id_);
   }
 
@@ -51,26 +45,13 @@ class PackedExperts : public ExpertLinear {
     }
   }
 
-  int64_t expert_bytes() const override { return weight_.num_bytes(); }
-  void forward(const Context& ctx, const ExpertRows& rows) const override {
-    packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
-  }
-  void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
-    packed_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
-  }
-
  private:
-  PackedWeight of(int index) const {
-    PackedWeight weight = weight_;
-    weight.blocks = static_cast<char*>(weight_.blocks) + index * stride_;
-    return weight;
-  }
+  PackedExperts(const ExpertsConfig& config, std::unique_ptr<PackedTensors> tensors)
+      : PackedExpertLinear(config, tensors->weight(), tensors->num_bytes()),
+        tensors_(std::move(tensors)) {}
 
-  ExpertsConfig config_;
   std::unique_ptr<PackedTensors> tensors_;
-  PackedWeight weight_;  // of expert 0
-  int64_t stride_ = 0;
-  MemoryPlan::Id id_ = 0, load_id_ = 0;
+  MemoryPlan::Id load_id_ = 0;
   char* load_ = nullptr;
 };
 

@@ -2,7 +2,7 @@
 //
 // Heads use them, because checkpoints do not quantise heads, and drafts whose files have 16 bits.
 // Of experts there is "w4_rtn" only. The dense rows stay in scratch until the first step.
-#include "linear/experts.h"
+#include "linear/packed_experts.h"
 #include "linear/packed_matrix.h"
 
 namespace cpmcu {
@@ -71,24 +71,20 @@ class RoundedLinear : public LinearMethod {
   Tensor dense_;
 };
 
-class RoundedExperts : public ExpertLinear {
+class RoundedExperts : public PackedExpertLinear {
  public:
   explicit RoundedExperts(const ExpertsConfig& config)
-      : config_(config), weight_(rounded(config.expert, 1)) {
-    stride_ = (weight_.num_bytes() + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment *
-              MemoryPlan::kAlignment;
-  }
+      : PackedExpertLinear(config, rounded(config.expert, 1)) {}
 
   void plan(MemoryPlan& plan) override {
-    const std::string name = config_.prefix + config_.expert.stacked_name();
-    id_ = plan.add(name, "weights", config_.num_experts * stride_);
-    dense_id_ = plan.add_scratch(name + ".dense", config_.num_experts * dense_bytes(config_.expert),
-                                 kLoad, kLoad);
+    plan_blocks(plan);
+    dense_id_ = plan.add_scratch(name() + ".dense",
+                                 config_.num_experts * dense_bytes(config_.expert), kLoad, kLoad);
   }
 
   void bind(const Arena& arena) override {
+    bind_blocks(arena);
     const LinearConfig& expert = config_.expert;
-    weight_.blocks = arena.array<char>(id_);
     dense_ = arena.tensor(dense_id_, expert.dtype,
                           {config_.num_experts, expert.out_features(), expert.in_features});
   }
@@ -101,18 +97,8 @@ class RoundedExperts : public ExpertLinear {
 
   void finish_loading(const Context& ctx) override {
     for (int i = 0; i < config_.num_experts; ++i) {
-      PackedWeight weight = weight_;
-      weight.blocks = static_cast<char*>(weight_.blocks) + i * stride_;
-      packed_quantize(ctx, {.w = weight, .x = dense_of(i)});
+      packed_quantize(ctx, {.w = of(i), .x = dense_of(i)});
     }
-  }
-
-  int64_t expert_bytes() const override { return weight_.num_bytes(); }
-  void forward(const Context& ctx, const ExpertRows& rows) const override {
-    packed_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
-  }
-  void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
-    packed_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }
 
  private:
@@ -120,10 +106,7 @@ class RoundedExperts : public ExpertLinear {
     return dense_.rows(index, 1).view({dense_.size(1), dense_.size(2)});
   }
 
-  ExpertsConfig config_;
-  PackedWeight weight_;  // of expert 0
-  int64_t stride_ = 0;
-  MemoryPlan::Id id_ = 0, dense_id_ = 0;
+  MemoryPlan::Id dense_id_ = 0;
   Tensor dense_;
 };
 

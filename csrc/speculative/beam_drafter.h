@@ -99,7 +99,7 @@ class BeamDrafter : public Drafter {
   Draft draft_;
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
-  // Of the launch that processes the accepted tokens.
+  // The inputs of the launch that processes the accepted tokens.
   int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
       *seq_token_begin_ = nullptr, *last_rows_ = nullptr;
   ShiftPromptParams shift_;

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels.drafted_paths import RandomCandidates
 from tests.kernels.util import (
     context,
     get,
@@ -19,8 +20,6 @@ from tests.kernels.util import (
     sizes,
 )
 from tests.reference.block_draft import gru
-
-VOCAB = 300
 
 
 @on_devices_and_dtypes
@@ -59,22 +58,12 @@ def column(of_input: Any, of_state: Any, state: Any) -> tuple[Any, Any]:
     return of_input.astype(np.float64)[:, None], from_state
 
 
-class Chain:
+class Chain(RandomCandidates):
     """Random candidates and corrections."""
 
     def __init__(self, dtype: str, num_seqs: int, depth: int, topk: int, width: int) -> None:
-        rng = np.random.default_rng([num_seqs, depth, topk, width])
-        self.dtype, self.shape = dtype, (num_seqs, depth, topk)
-        self.slots = rng.permutation(num_seqs + 2)[:num_seqs]
-        self.roots = rng.integers(VOCAB, size=num_seqs + 2)
-        drawn = [rng.permutation(VOCAB)[:topk] for _ in range(num_seqs * depth)]
-        self.candidates = np.array(drawn).reshape(self.shape)
-        logits = rng.standard_normal(self.shape)
-        logits -= np.log(np.exp(logits).sum(-1, keepdims=True) + rng.uniform(0.01, 2))
-        self.logprobs = logits.astype(np.float32)
-        self.successors = rounded(rng.standard_normal((VOCAB, width)), dtype)
-        self.fixed = rng.standard_normal((num_seqs * depth, width)).astype(np.float32)
-        self.moving = rng.standard_normal((depth, num_seqs, width)).astype(np.float32)
+        super().__init__(dtype, num_seqs, depth, topk, width)
+        self.moving = self.rng.standard_normal((depth, num_seqs, width)).astype(np.float32)
 
     def run(self, device: str, num_tokens: int) -> tuple[Any, Any, Any, list[Any], Any]:
         num_seqs, depth, _ = self.shape

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels.drafted_paths import Path, RandomCandidates, check_drafted
 from tests.kernels.util import (
     context,
     get,
@@ -16,30 +17,16 @@ from tests.kernels.util import (
     put,
     put_ints,
     put_raw,
-    rounded,
     sizes,
 )
 from tests.reference.block_draft import PathLattice
 
-VOCAB = 300
-Path = tuple[int, ...]
 
-
-class Grown:
+class Grown(RandomCandidates):
     """Random candidates and corrections; a tree of them, grown by the ops."""
 
     def __init__(self, dtype: str, num_seqs: int, depth: int, topk: int, width: int) -> None:
-        rng = np.random.default_rng([num_seqs, depth, topk, width])
-        self.dtype, self.shape = dtype, (num_seqs, depth, topk)
-        self.slots = rng.permutation(num_seqs + 2)[:num_seqs]
-        self.roots = rng.integers(VOCAB, size=num_seqs + 2)
-        drawn = [rng.permutation(VOCAB)[:topk] for _ in range(num_seqs * depth)]
-        self.candidates = np.array(drawn).reshape(self.shape)
-        logits = rng.standard_normal(self.shape)
-        logits -= np.log(np.exp(logits).sum(-1, keepdims=True) + rng.uniform(0.01, 2))
-        self.logprobs = logits.astype(np.float32)
-        self.successors = rounded(2 * rng.standard_normal((VOCAB, width)) / np.sqrt(width), dtype)
-        self.fixed = rng.standard_normal((num_seqs * depth, width)).astype(np.float32)
+        super().__init__(dtype, num_seqs, depth, topk, width, 2 / np.sqrt(width))
 
     def moving(self, seq: int, path: Path) -> Any:
         """What the state after a path of tokens contributes."""
@@ -129,16 +116,8 @@ class Grown:
             lattice = self.lattice(seq)
             best = [lattice.score(path) for path in lattice.tree(longest, num_rows + 1)]
             best = [score for score in best if score > -np.inf]
-            paths: list[Path] = [()]
-            for token, parent in zip(tokens[: len(best)], parents):
-                above = paths[parent]  # a parent precedes its children
-                paths.append((*above, lattice.tokens[len(above)].tolist().index(token)))
-            assert len(set(paths)) == len(paths)
-            drafted = [lattice.score(path) for path in paths[1:]]
-            assert np.allclose(drafted, best, atol=1e-4, rtol=0)
-            assert np.allclose(scores[: len(best)], best, atol=1e-4, rtol=0)
-            assert (tokens[len(best) :] == -1).all() and (parents[len(best) :] == 0).all()
-            assert np.isneginf(scores[len(best) :]).all()
+            check_drafted(lattice, best, tokens, parents, scores)
+            assert (parents[len(best) :] == 0).all()
 
 
 @on_devices_and_dtypes

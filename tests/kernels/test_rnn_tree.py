@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels.drafted_paths import check_drafted
 from tests.kernels.util import (
     context,
     on_devices,
@@ -86,15 +87,7 @@ class Rnn:
             nodes = min(num_tokens, longest) if chain else num_tokens
             best = [lattice.score(path) for path in expected(lattice, longest, nodes, chain)]
             best = best[: next((i for i, s in enumerate(best) if s == -np.inf), len(best))]
-            paths: list[tuple[int, ...]] = [()]
-            for token, parent in zip(tokens[: len(best)], parents):
-                above = paths[parent]  # a parent precedes its children
-                paths.append((*above, lattice.tokens[len(above)].tolist().index(token)))
-            assert len(set(paths)) == len(paths)
-            drafted = [lattice.score(path) for path in paths[1:]]
-            assert np.allclose(drafted, best, atol=1e-4, rtol=0)
-            assert np.allclose(scores[: len(best)], best, atol=1e-4, rtol=0)
-            assert (tokens[len(best) :] == -1).all() and np.isneginf(scores[len(best) :]).all()
+            check_drafted(lattice, best, tokens, parents, scores)
             left = np.arange(len(best), num_tokens) if chain else 0
             assert (parents[len(best) :] == left).all()
 

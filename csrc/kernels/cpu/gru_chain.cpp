@@ -8,21 +8,9 @@ namespace {
 
 // Returns the corrections that the head adds to the log-probabilities of the candidates.
 std::vector<float> corrections(const ChainStepParams& p, int seq, const int* candidates) {
-  std::vector<float> dots(static_cast<size_t>(p.topk));
-  if (p.moving.empty()) return dots;
-  std::vector<float> hidden = row_of(p.fixed, int64_t{seq} * p.depth + p.level);
-  const std::vector<float> moving = row_of(p.moving, seq);
-  for (size_t i = 0; i < hidden.size(); ++i) {
-    const float x = hidden[i] + moving[i];
-    hidden[i] = x * sigmoid(x);
-  }
-  for (int b = 0; b < p.topk; ++b) {
-    const std::vector<float> successor = row_of(p.successors, candidates[b]);
-    for (size_t i = 0; i < hidden.size(); ++i) {
-      dots[static_cast<size_t>(b)] += hidden[i] * successor[i];
-    }
-  }
-  return dots;
+  if (p.moving.empty()) return std::vector<float>(static_cast<size_t>(p.topk));
+  return corrections_of(candidates, p.topk, p.successors,
+                        row_of(p.fixed, int64_t{seq} * p.depth + p.level), row_of(p.moving, seq));
 }
 
 void choose(const ChainStepParams& p, int seq) {

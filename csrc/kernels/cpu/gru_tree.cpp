@@ -13,7 +13,7 @@ struct Node {
   int candidate = 0;  // its index among the K candidates; -1: padding
 };
 
-// The `count` best nodes, best first. Of equal ones the earlier in the list is first.
+// The `count` best nodes, best first. Nodes with equal scores keep their order.
 std::vector<Node> best_of(std::vector<Node> nodes, int count) {
   std::erase_if(nodes, [](const Node& node) { return or_none(node.score) == kNone; });
   std::ranges::stable_sort(nodes, std::ranges::greater{}, &Node::score);
@@ -34,21 +34,10 @@ std::vector<Node> rows_before(const NodeRows& rows, int level, int seq) {
 
 // The corrections of the candidates below a row.
 std::vector<float> corrections(const NodeScoresParams& p, int seq, int row, const int* candidates) {
-  std::vector<float> dots(static_cast<size_t>(p.topk));
-  if (p.level == 0) return dots;
-  std::vector<float> hidden = row_of(p.fixed, int64_t{seq} * p.depth + p.level);
-  const std::vector<float> moving = row_of(p.moving, int64_t{seq} * p.rows.num_rows + row);
-  for (size_t i = 0; i < hidden.size(); ++i) {
-    const float x = hidden[i] + moving[i];
-    hidden[i] = x * sigmoid(x);
-  }
-  for (int b = 0; b < p.topk; ++b) {
-    const std::vector<float> successor = row_of(p.successors, candidates[b]);
-    for (size_t i = 0; i < hidden.size(); ++i) {
-      dots[static_cast<size_t>(b)] += hidden[i] * successor[i];
-    }
-  }
-  return dots;
+  if (p.level == 0) return std::vector<float>(static_cast<size_t>(p.topk));
+  return corrections_of(candidates, p.topk, p.successors,
+                        row_of(p.fixed, int64_t{seq} * p.depth + p.level),
+                        row_of(p.moving, int64_t{seq} * p.rows.num_rows + row));
 }
 
 }  // namespace

@@ -30,6 +30,25 @@ inline std::vector<float> row_of(const Tensor& matrix, int64_t row, int64_t colu
   return values;
 }
 
+// The corrections of candidates (kernels/tree/gru_chain.h): dot products of their rows of the
+// successors and silu(fixed + moving).
+inline std::vector<float> corrections_of(const int* candidates, int topk, const Tensor& successors,
+                                         const std::vector<float>& fixed,
+                                         const std::vector<float>& moving) {
+  std::vector<float> hidden, dots(static_cast<size_t>(topk));
+  for (size_t i = 0; i < fixed.size(); ++i) {
+    const float x = fixed[i] + moving[i];
+    hidden.push_back(x * sigmoid(x));
+  }
+  for (int b = 0; b < topk; ++b) {
+    const std::vector<float> successor = row_of(successors, candidates[b]);
+    for (size_t i = 0; i < hidden.size(); ++i) {
+      dots[static_cast<size_t>(b)] += hidden[i] * successor[i];
+    }
+  }
+  return dots;
+}
+
 // The log-probabilities of a position's candidates, kNone for missing ones, and the sum of their
 // probabilities.
 struct CandidateLogprobs {

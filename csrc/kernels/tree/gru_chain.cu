@@ -6,14 +6,10 @@
 //   op          CTA                                    work
 //   gru_cell    256 elements of a sequence's state     a thread computes an element
 //   chain_step  one for each sequence                  a warp scores a candidate; warp 0 chooses
-#include <cmath>
-
 #include "core/launch.h"
-#include "core/ptx.cuh"
-#include "core/reduce.cuh"
-#include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/sampling/best.cuh"
+#include "kernels/tree/candidate_scores.cuh"
 #include "kernels/tree/gru_chain.h"
 
 namespace cpmcu::cuda {
@@ -21,10 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;  // of gru_cell
 constexpr int kWarps = 32;     // of chain_step, no fewer than candidates
-constexpr float kNone = -INFINITY;
 static_assert(kWarps >= kMaxTopk);
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Grid: (CTAs of a state, B).
 template <typename T>
@@ -68,32 +61,15 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   if (moving != nullptr && warp < p.topk) {
     const T* const successor = successors + int64_t{max(candidates[warp], 0)} * width;
-    float dot = 0;
-    for (int i = 8 * lane; i < width; i += 8 * 32) {
-      const auto eight = load<T, 8>(successor + i);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float x =
-            fixed[int64_t{position} * width + i + e] + moving[int64_t{seq} * width + i + e];
-        dot += to_float(eight[e]) * x * sigmoid(x);
-      }
-    }
-    dot = warp_reduce(dot, Sum{});
+    const float dot = correction_of(successor, fixed + int64_t{position} * width,
+                                    moving + int64_t{seq} * width, width);
     if (lane == 0) dots[warp] = dot;
   }
   __syncthreads();  // also: level 0 clears the draft before it writes its token
   if (warp > 0) return;
 
-  const bool exists = lane < p.topk && candidates[lane] >= 0;
-  float logprob = exists ? p.logprobs[position * p.topk + lane] : kNone;
-  if (isnan(logprob)) logprob = kNone;
-  const float rest = fmaxf(1.0f - warp_reduce(expf(logprob), Sum{}), 0.0f);
-  float logit = logprob;
-  if (logprob != kNone && moving != nullptr) logit += dots[lane];
-  if (isnan(logit)) logit = kNone;
-  const float largest = fmaxf(warp_reduce(logit, Max{}), rest > 0 ? logf(rest) : kNone);
-  const float sum = warp_reduce(logit == kNone ? 0.0f : expf(logit - largest), Sum{}) +
-                    (rest > 0 ? rest * expf(-largest) : 0.0f);
+  const auto [logit, largest, sum] = logit_of_lane(candidates, p.logprobs + position * p.topk,
+                                                   p.topk, moving == nullptr ? nullptr : dots);
   const uint64_t best = warp_reduce(logit == kNone ? uint64_t{0} : key_of(logit, lane), Max{});
   if (lane > 0) return;
   const float before = p.level == 0 ? 0.0f : p.draft.scores[begin + p.level - 1];

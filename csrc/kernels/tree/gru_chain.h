@@ -50,6 +50,17 @@ struct ChainStepParams {
 };
 REGISTER_OP(chain_step, ChainStepParams)
 
+// `fixed` has a row for each of `positions`, and `moving` one for each of `rows`.
+inline void check_corrections(const char* op, const Tensor& fixed, int64_t positions,
+                              const Tensor& moving, int64_t rows, const Tensor& successors) {
+  const int64_t width = successors.size(1);
+  CHECK(moving.dtype() == DType::kF32 && fixed.dtype() == DType::kF32 && moving.size(0) == rows &&
+            moving.size(1) == width && fixed.size(0) == positions && fixed.size(1) == width,
+        "{}: fixed is {} {} and moving {} {}, expected float32 rows of {} values", op,
+        name_of(fixed.dtype()), fixed.shape_text(), name_of(moving.dtype()), moving.shape_text(),
+        width);
+}
+
 inline void check_gru_cell(const GruCellParams& p) {
   const int64_t rows = p.state.size(0), size = p.state.size(1);
   const auto fits = [&](const Tensor& x) {
@@ -75,14 +86,9 @@ inline void check_chain_step(const ChainStepParams& p) {
         "chain_step: level {} of a chain of {} tokens, expected one of its tokens and of {} "
         "positions",
         p.level, p.draft.num_tokens, p.depth);
-  const int64_t width = p.successors.size(1);
-  CHECK(p.moving.empty() ||
-            (p.moving.dtype() == DType::kF32 && p.fixed.dtype() == DType::kF32 &&
-             p.moving.size(0) == p.num_seqs && p.moving.size(1) == width &&
-             p.fixed.size(0) == int64_t{p.num_seqs} * p.depth && p.fixed.size(1) == width),
-        "chain_step: fixed is {} {} and moving {} {}, expected float32 rows of {} values",
-        name_of(p.fixed.dtype()), p.fixed.shape_text(), name_of(p.moving.dtype()),
-        p.moving.shape_text(), width);
+  if (p.moving.empty()) return;
+  check_corrections("chain_step", p.fixed, int64_t{p.num_seqs} * p.depth, p.moving, p.num_seqs,
+                    p.successors);
 }
 
 }  // namespace cpmcu

@@ -7,14 +7,10 @@
 //   node_scores  one for each row      a warp scores a candidate; warp 0 divides by the sum
 //   node_rows    one for each sequence a thread counts the better nodes of one node
 //   node_draft   one for each sequence likewise
-#include <cmath>
-
 #include "core/launch.h"
-#include "core/ptx.cuh"
-#include "core/reduce.cuh"
-#include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/sampling/best.cuh"
+#include "kernels/tree/candidate_scores.cuh"
 #include "kernels/tree/gru_tree.h"
 
 namespace cpmcu::cuda {
@@ -25,10 +21,7 @@ constexpr int kThreads = 1024;  // of the others
 constexpr int kMaxRows = kMaxTreeSize - 1;
 constexpr int kMaxKept = kMaxDraftDepth * kMaxRows;  // rows of all levels
 constexpr int kMaxNodes = (kMaxDraftDepth - 1) * kMaxRows + kMaxRows * kMaxTopk;
-constexpr float kNone = -INFINITY;
 static_assert(kWarps >= kMaxTopk);
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Larger scores have larger keys, then lower indices; 0: no node.
 __device__ __forceinline__ uint64_t node_key(float score, int index) {
@@ -56,34 +49,18 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (p.level == 0 && threadIdx.x == 0) p.roots[seq] = p.next_tokens[p.seq_slots[seq]];
   if (moving != nullptr && warp < p.topk) {
     const T* const successor = successors + int64_t{max(candidates[warp], 0)} * width;
-    float dot = 0;
-    for (int i = 8 * lane; i < width; i += 8 * 32) {
-      const auto eight = load<T, 8>(successor + i);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float x = fixed[position * width + i + e] + moving[own * width + i + e];
-        dot += to_float(eight[e]) * x * sigmoid(x);
-      }
-    }
-    dot = warp_reduce(dot, Sum{});
+    const float dot =
+        correction_of(successor, fixed + position * width, moving + own * width, width);
     if (lane == 0) dots[warp] = dot;
   }
   __syncthreads();
   if (warp > 0) return;
 
-  const bool exists = lane < p.topk && candidates[lane] >= 0;
-  float logprob = exists ? p.logprobs[position * p.topk + lane] : kNone;
-  if (isnan(logprob)) logprob = kNone;
-  const float rest = fmaxf(1.0f - warp_reduce(expf(logprob), Sum{}), 0.0f);
-  float logit = logprob;
-  if (logprob != kNone && moving != nullptr) logit += dots[lane];
-  if (isnan(logit)) logit = kNone;
-  const float largest = fmaxf(warp_reduce(logit, Max{}), rest > 0 ? logf(rest) : kNone);
-  const float sum = warp_reduce(logit == kNone ? 0.0f : expf(logit - largest), Sum{}) +
-                    (rest > 0 ? rest * expf(-largest) : 0.0f);
+  const CandidateLogit found = logit_of_lane(candidates, p.logprobs + position * p.topk, p.topk,
+                                             moving == nullptr ? nullptr : dots);
   if (lane >= p.topk) return;
   const float above = p.level == 0 ? 0.0f : p.rows.scores[p.rows.at(p.level - 1, seq, row)];
-  const float score = logit == kNone ? kNone : logit - largest - logf(sum) + above;
+  const float score = found.logprob() + above;
   p.scores[own * p.topk + lane] = isnan(score) ? kNone : score;
 }
 

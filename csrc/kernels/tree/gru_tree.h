@@ -14,8 +14,7 @@
 // of the lower candidate.
 #pragma once
 
-#include "kernels/op.h"
-#include "kernels/tree/tree.h"
+#include "kernels/tree/gru_chain.h"
 
 namespace cpmcu {
 
@@ -90,14 +89,8 @@ inline void check_node_scores(const NodeScoresParams& p) {
         "node_scores: level {} has {}, expected a correction from level 1 on", p.level,
         p.moving.empty() ? "no correction" : "a correction");
   if (p.level == 0) return;
-  const int64_t width = p.successors.size(1);
-  CHECK(p.moving.dtype() == DType::kF32 && p.fixed.dtype() == DType::kF32 &&
-            p.moving.size(0) == int64_t{p.rows.num_seqs} * p.rows.num_rows &&
-            p.moving.size(1) == width && p.fixed.size(0) == int64_t{p.rows.num_seqs} * p.depth &&
-            p.fixed.size(1) == width,
-        "node_scores: fixed is {} {} and moving {} {}, expected float32 rows of {} values",
-        name_of(p.fixed.dtype()), p.fixed.shape_text(), name_of(p.moving.dtype()),
-        p.moving.shape_text(), width);
+  check_corrections("node_scores", p.fixed, int64_t{p.rows.num_seqs} * p.depth, p.moving,
+                    int64_t{p.rows.num_seqs} * p.rows.num_rows, p.successors);
 }
 
 inline void check_node_draft(const NodeDraftParams& p) {

@@ -57,7 +57,7 @@ struct BiasSiluParams {
 };
 REGISTER_OP(bias_silu, BiasSiluParams)
 
-// Attention among all candidates of a sequence. Of a query at position d and a key at position e:
+// Attention among all candidates of a sequence. A query at position d and a key at position e have
 //
 //   logit = q k / sqrt(head size) + slot_bias[head, d - e + S] + (d = e ? same_bias[head] : 0)
 struct LatticeAttentionParams {

@@ -7,14 +7,10 @@
 // takes one whose scores are missing.
 //
 // Surprising: no scores are computed below the last node, nor below the ends of the longest paths.
-#include <cmath>
-
 #include "core/launch.h"
-#include "core/ptx.cuh"
-#include "core/reduce.cuh"
-#include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/sampling/best.cuh"
+#include "kernels/tree/candidate_scores.cuh"
 #include "kernels/tree/rnn_tree.h"
 
 namespace cpmcu::cuda {
@@ -23,7 +19,6 @@ namespace {
 constexpr int kWarps = 32;
 constexpr int kRows = 4;                     // of W that a warp multiplies at once
 constexpr int kFrontier = 2 * kMaxTreeSize;  // entries: each node adds a sibling and a child
-constexpr float kNone = -INFINITY;           // the score of a candidate that is never drafted
 
 struct Node {
   int number;  // 0: the root; -1: none
@@ -105,16 +100,9 @@ __device__ void score_below(const RnnTreeParams& p, const Arrays<T>& a, const No
   }
   __syncthreads();
   if (warp > 0) return;
-  const bool exists = lane < p.topk && p.candidates[position * p.topk + lane] >= 0;
-  float logprob = exists ? p.logprobs[position * p.topk + lane] : kNone;
-  if (isnan(logprob)) logprob = kNone;
-  const float rest = fmaxf(1.0f - warp_reduce(expf(logprob), Sum{}), 0.0f);
-  float logit = logprob == kNone ? kNone : logprob + scores[lane];
-  if (isnan(logit)) logit = kNone;
-  const float largest = fmaxf(warp_reduce(logit, Max{}), rest > 0 ? logf(rest) : kNone);
-  const float sum = warp_reduce(logit == kNone ? 0.0f : expf(logit - largest), Sum{}) +
-                    (rest > 0 ? rest * expf(-largest) : 0.0f);
-  scores[lane] = logit == kNone ? kNone : logit - largest - logf(sum);
+  const CandidateLogit found = logit_of_lane(p.candidates + position * p.topk,
+                                             p.logprobs + position * p.topk, p.topk, scores);
+  scores[lane] = found.logprob();
   __syncwarp();
 }
 

@@ -117,10 +117,11 @@ struct FusedLayerArgs {
   Exchange exchange;  // of these sums
 };
 
-// What the sums over ranks of a launch need of the exchange's state.
+// The state of the exchange when a launch with sums over ranks begins.
 struct RankRounds {
-  uint32_t before;  // rounds before this launch
-  bool is_silent, waits;
+  uint32_t before;  // rounds of earlier launches
+  bool is_silent;   // for tests: this rank sends nothing
+  bool waits;       // false: this rank gave up before
 };
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...

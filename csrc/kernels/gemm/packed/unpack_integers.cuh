@@ -107,7 +107,7 @@ struct Int4 : IntegerScales<kZeros, kGroups> {
       }
     }
   };
-  // `zeros`: where the zero point of row g lies. Those of later rows follow.
+  // `zeros`: the place of row g's zero point, which the zero points of later rows follow.
   template <typename T, typename Place>
   static __device__ __forceinline__ Tile<T> load_tile(Place zeros, uint8_t form) {
     if (!has_zeros(form)) return Tile<T>::of(8, 8);
