@@ -13,6 +13,16 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = kMaxSkinnyRows;
 constexpr int kRingBytes = 226 * 1024;  // Hopper: of the 227 KB that a CTA may have
 
+// Bytes of the stages of a CTA in portable code without clusters. A CTA takes nearly all shared
+// memory of an SM: 98 KB on GeForce cards, 162 KB on an A100. kFillsSharedMemory false: 98 KB
+// everywhere, for measurements of an H100 as a stand-in.
+constexpr bool kFillsSharedMemory = true;
+inline int portable_ring_bytes(const Context& ctx) {
+  return kFillsSharedMemory
+             ? static_cast<int>(std::min<int64_t>(kRingBytes, ctx.sm_shared_bytes - 2048))
+             : 98 * 1024;
+}
+
 // On Hopper, consumer warps that need more than an equal share of registers take them from a whole
 // producer warpgroup. Registers per thread of both:
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;

@@ -203,8 +203,9 @@ void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
   const bool sends = clusters && args.slices > 1;
   const int max_m16_tiles = (kM16Tiles + args.slices - 1) / args.slices;  // of a CTA
   const int receive_bytes = sends ? args.slices * max_m16_tiles * kGroups * kGroupBytes : 0;
-  // A CTA takes nearly all shared memory of an SM. GeForce cards have 99 KB for a CTA.
-  int threads = kAllThreads<Mma, kGroups>, shared_bytes = clusters ? kRingBytes : 98 * 1024;
+  // A CTA takes nearly all shared memory of an SM.
+  int threads = kAllThreads<Mma, kGroups>;
+  int shared_bytes = clusters ? kRingBytes : portable_ring_bytes(ctx);
   allow_shared_bytes(kernel, shared_bytes);
   if constexpr (kOverlaps<kGroups>) {
     static const int more_threads = threads_of_most_registers(kernel, threads);
