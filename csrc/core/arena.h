@@ -27,7 +27,7 @@ class MemoryPlan {
 
   struct Buffer {
     std::string name;
-    std::string group;  // "weights", "state", "kv", "scratch"
+    std::string group;  // one of "weights", "state", "kv" and "scratch"
     int64_t bytes = 0;
     int first = kForever;
     int last = kForever;
@@ -46,7 +46,8 @@ class MemoryPlan {
   int64_t bytes_before(int phase) const;
 
   int64_t total_bytes() const { return total_bytes_; }
-  int64_t group_bytes(const std::string& group) const;  // sum of buffer sizes, before sharing
+  // The sum of the sizes, as if no buffers shared bytes.
+  int64_t group_bytes(const std::string& group) const;
   const std::vector<Buffer>& buffers() const { return buffers_; }
 
  private:
@@ -78,7 +79,7 @@ class Arena {
   Device device_;
   const MemoryPlan* plan_ = nullptr;
   char* base_ = nullptr;
-  bool is_mapped_ = false;  // by of_addresses
+  bool is_mapped_ = false;  // made by of_addresses
 };
 
 }  // namespace cpmcu

@@ -26,12 +26,15 @@ struct Context {
   int sm_count = 1;
   int64_t sm_shared_bytes = 0;  // shared memory of one SM
   int64_t l2_bytes = 0;
-  double bytes_per_cycle = 0;  // as in DeviceInfo
-  int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
-  int code_capability = 0;     // of this build's kernels; smaller if they run from older PTX
-  bool is_shared = false;      // kernels of other processes run at the same time (MPS)
-  const Exchange* exchange = nullptr;  // with the other ranks; null: there are none
-  GemmLibrary* cublas = nullptr;       // null: not found; the engine's own GEMM serves every M
+  double bytes_per_cycle = 0;  // peak memory bytes in one SM clock cycle; 0: not known
+  int compute_capability = 0;  // 10 * major + minor: 90 for 9.0; 0 on the CPU
+  // Compute capability of the code that runs: below compute_capability if the driver compiled it
+  // from older PTX.
+  int code_capability = 0;
+  bool is_shared = false;              // kernels of other processes run at the same time (MPS)
+  const Exchange* exchange = nullptr;  // connects this rank with the others; null: one rank
+  // CuBLASLt; null: not found, so the engine's own GEMM serves every M.
+  GemmLibrary* cublas = nullptr;
   // Counts the overlapping launches of this stream. Two consecutive ones use different launch
   // shapes (kernels/gemm/packed/kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;

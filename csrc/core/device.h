@@ -25,7 +25,7 @@ using Stream = void*;  // cudaStream_t
 
 struct DeviceInfo {
   std::string name;
-  std::string compute_capability;  // "9.0"
+  std::string compute_capability;  // such as "9.0"
   int64_t total_bytes = 0;
   int64_t free_bytes = 0;
   int sm_count = 0;
@@ -33,17 +33,18 @@ struct DeviceInfo {
   int64_t l2_bytes = 0;
   // Peak memory bytes in one SM clock cycle; 0: not known.
   double bytes_per_cycle = 0;
-  int driver_version = 0;  // 13000 is 13.0; 0 without a driver
+  int driver_version = 0;  // CUDA version of the driver: 13000 is 13.0; 0 without a driver
   bool is_shared = false;  // kernels of other processes run at the same time (MPS)
 };
 
-int device_count();  // CUDA devices; 0 without a driver
+int device_count();  // number of CUDA devices; 0 without a driver
 DeviceInfo device_info(Device device);
 // __CUDA_ARCH__ / 10 of the compiled code that runs on the current CUDA device.
 int code_capability();
 
-void set_device(Device device);     // for the calling thread
-void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: OpenMP's number
+void set_device(Device device);  // makes it the current device of the calling thread
+// Threads that run CPU kernels for the calling thread; 0: OpenMP's number.
+void set_num_threads(int threads);
 // Lets kernels of `device` access the memory of GPU `peer`. Throws if the hardware does not allow
 // it.
 void enable_peer_access(Device device, Device peer);
@@ -99,8 +100,8 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  void record(Stream stream);  // after the work enqueued so far
-  void wait() const;           // for the last `record`; throws if the device failed
+  void record(Stream stream);  // marks the work that is enqueued so far
+  void wait() const;  // waits for the work that `record` marked; throws if the device failed
 
  private:
   Device device_;

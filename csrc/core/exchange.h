@@ -14,19 +14,23 @@
 namespace cpmcu {
 
 constexpr int kMaxRanks = 8;
-constexpr int kExchangeCtas = 512;   // most CTAs of a launch; each counts its own rounds
+// Maximum number of CTAs of a launch; each CTA counts its own rounds.
+constexpr int kExchangeCtas = 512;
 constexpr int64_t kWaitSeconds = 4;  // a rank that waits longer gives up the step
 
 // The exchange as one rank sees it.
 struct Exchange {
   int rank = 0, num_ranks = 1;
   int64_t num_words = 0;           // maximum number of words of a message
-  int64_t width = 0;               // 8-byte words of a row of hidden states, a multiple of 4
-  uint64_t* buffers[kMaxRanks]{};  // of each rank: [2, num_ranks, num_words]
-  uint32_t* rounds = nullptr;      // [kExchangeCtas + 1]: rounds so far, in this rank's memory
-  uint32_t* state = nullptr;       // in this rank's memory; ExchangeState
-  volatile int* failed = nullptr;  // in host memory, shared: 1 + the rank that gave up, or 0
-  int64_t fused_words = 0;         // num_words of in_fused_layers()
+  int64_t width = 0;               // 8-byte words in one row of hidden states, a multiple of 4
+  uint64_t* buffers[kMaxRanks]{};  // the receive buffer of each rank: [2, num_ranks, num_words]
+  // [kExchangeCtas + 1] in this rank's memory: rounds so far of each CTA, then those of
+  // in_fused_layers().
+  uint32_t* rounds = nullptr;
+  uint32_t* state = nullptr;  // flags in this rank's memory, with the indices of ExchangeState
+  // In host memory that all ranks share: 1 + the rank that gave up, or 0.
+  volatile int* failed = nullptr;
+  int64_t fused_words = 0;  // num_words of the exchange that in_fused_layers() returns
 
   constexpr int64_t half_words() const { return num_ranks * num_words; }
   // 8-byte words of a receive buffer, both halves and those of in_fused_layers() included.

@@ -20,13 +20,13 @@ using LayerSpec = std::vector<BlockSpec>;
 
 // How a checkpoint stores its quantised matrices. Read by linear methods that are not dense.
 struct LinearOptions {
-  std::string layout{};  // of the packed weights: a name in the table of layouts
+  std::string layout{};  // how weights are packed: a name in the table of layouts
   // The format of the tensors in the files, such as "gptq"; empty: the layout's only one.
   std::string format{};
-  int group_size = 0;  // k that share a scale; -1: a whole row; 0: as the layout says
+  int group_size = 0;  // inputs (k) that share a scale; -1: a whole row; 0: the layout decides
   bool zero_points = false;
   DType scale_dtype = DType::kF16;
-  bool stacked = false;  // parts such as q, k and v are one tensor in the files
+  bool stacked = false;  // the files hold parts such as q, k and v as one tensor
 };
 
 struct ModelSpec {
@@ -39,26 +39,33 @@ struct ModelSpec {
   int head_dim = 0;
   float rms_norm_eps = 1e-6f;
   int max_position_embeddings = 0;
-  std::vector<float> rope_inv_freq;  // [rotary width / 2], at most head_dim / 2
-  float rope_attention_scaling = 1;  // multiplies cos and sin
+  // [rotary width / 2] radians per position; at most head_dim / 2 numbers.
+  std::vector<float> rope_inv_freq;
+  float rope_attention_scaling = 1;  // factor of cos and sin
   bool qkv_bias = false;
-  bool qk_norm = false;             // RMSNorm of each q and k head
+  bool qk_norm = false;             // each head of q and k has an RMSNorm
   bool zero_centred_norms = false;  // norms multiply by 1 + weight
-  bool plain_final_norm = false;    // except the norm before the head
-  bool normed_embedding = false;    // embeddings have an RMSNorm without weights
-  float embed_scale = 1;            // embedding output
-  float residual_scale = 1;         // each block's output before the residual add
-  float logit_scale = 1;            // the head's input
-  float logit_softcap = 0;          // logits become cap * tanh(logits / cap); 0: none
+  // The norm before the head multiplies by its weight, even if zero_centred_norms.
+  bool plain_final_norm = false;
+  bool normed_embedding = false;  // the embedding output goes through an RMSNorm without weights
+  float embed_scale = 1;          // factor of the embedding output
+  float residual_scale = 1;       // factor of each block's output, before the residual add
+  float logit_scale = 1;          // factor of the head's input
+  float logit_softcap = 0;        // logits become cap * tanh(logits / cap); 0: none
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
-  bool fp8_kv_cache = false;      // keys and values as e4m3 with a scale for each token and KV head
-  std::vector<LayerSpec> layers;  // empty: {"attention", "mlp"} each
+  // Keys and values are stored as e4m3, with a scale for each token and KV head.
+  bool fp8_kv_cache = false;
+  // The blocks of each layer; empty: {"attention", "mlp"} in every layer.
+  std::vector<LayerSpec> layers;
   std::string linear_method = "dense";
-  std::map<std::string, std::string> linear_overrides;  // module name -> method
+  // Module name -> its method, instead of linear_method.
+  std::map<std::string, std::string> linear_overrides;
   LinearOptions linear_options;
-  std::map<std::string, LinearOptions> module_options;  // module name -> options of its own
-  int num_ranks = 1;  // above 1: this spec is one GPU's part (model/model_part.h)
+  // Module name -> its options, instead of linear_options.
+  std::map<std::string, LinearOptions> module_options;
+  // GPUs that share the model; above 1: this spec is one GPU's part (model/model_part.h).
+  int num_ranks = 1;
 
   float norm_offset() const { return zero_centred_norms ? 1.0f : 0.0f; }
   const std::string& linear_method_of(const std::string& module) const {

@@ -26,7 +26,7 @@ class Params {
   int integer(const std::string& name, int or_else) const;
   float number(const std::string& name, float or_else) const;
   std::string text(const std::string& name, const std::string& or_else) const;
-  std::vector<int> integers(const std::string& name) const;  // default: an empty list
+  std::vector<int> integers(const std::string& name) const;  // an absent name: an empty list
   std::vector<float> numbers(const std::string& name, const std::vector<float>& or_else) const;
 
   void set(const std::string& name, ParamValue value) { values_[name] = std::move(value); }

@@ -10,13 +10,14 @@ namespace cpmcu {
 // The timestamps of one CTA in the last launches of its file's kernels.
 struct TraceRing {
   static constexpr int kCtas = 512, kLaunches = 64, kStamps = 16;
-  unsigned long long count;  // launches so far; the next uses index count % kLaunches
-  unsigned long long nanoseconds[kLaunches][kStamps];  // 0: not reached
+  // Number of launches so far; the next launch writes index count % kLaunches.
+  unsigned long long count;
+  unsigned long long nanoseconds[kLaunches][kStamps];  // 0: the CTA did not reach the stamp
 };
 
 struct TracedFile {
   std::string name;
-  const void* rings;  // symbol of TraceRing[kCtas]
+  const void* rings;  // device symbol of the file's TraceRing[kCtas]
 };
 
 inline std::vector<TracedFile>& traced_files() {

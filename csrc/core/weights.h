@@ -22,8 +22,8 @@ class WeightTable {
     Tensor destination;
     bool required = true;
     bool loaded = false;
-    std::vector<int64_t> shape{};     // in the checkpoint
-    std::vector<int64_t> sections{};  // as in set_sections
+    std::vector<int64_t> shape{};     // shape of the stored tensor
+    std::vector<int64_t> sections{};  // numbers of rows, as in set_sections
     // The destination takes `ranges` of dimension cut_dim of the stored tensor, in order. If
     // cut_dim is -1, it takes the whole tensor.
     int cut_dim = -1;

@@ -16,14 +16,14 @@ namespace cpmcu {
 struct PrefillItem {
   int slot = 0;
   std::vector<int> ids;
-  bool last = false;  // of its prompt: a token is drawn after it
+  bool last = false;  // the chunk ends its prompt, so the step draws a token after it
 };
 
 // Inputs of a prefill step of B sequences and T tokens. R of the sequences draw a token.
 struct PrefillInputs {
   int *ids, *positions, *token_seqs;       // [T]
   int *seq_slots, *seq_token_begin;        // [B], [B + 1]
-  int *last_rows, *slot_rows;              // [B, max_path] as in DraftPrompt
+  int *last_rows, *slot_rows;              // both [B, max_path]; DraftPrompt explains them
   int *sampled_seqs, *sampled_rows;        // [R]
   int *sampled_slots, *sampled_positions;  // [R]
 

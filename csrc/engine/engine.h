@@ -35,16 +35,17 @@ struct CachedPrefix {
 
 class Engine {
  public:
-  static constexpr int kMaxInFlight = 8;  // steps enqueued and not collected
+  // Maximum number of steps that are enqueued and not collected.
+  static constexpr int kMaxInFlight = 8;
 
   // The output of a step for one sequence.
   struct SlotOutput {
     int slot = 0;
     std::vector<int> tokens{};
-    std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
+    std::vector<TokenLogprobs> logprobs{};  // one for each token, if the sequence asks for them
     int num_logprobs = -1;
     bool finished = false;  // the device ended the sequence
-    InnerCounts inner{};    // of the draft's own speculative steps
+    InnerCounts inner{};    // counts of the draft's own speculative steps
   };
   using DraftedTree = SpeculativeStep::DraftedTree;
 
@@ -63,8 +64,8 @@ class Engine {
   void allocate();
   // This rank's exchange, which Ranks connects to the others; null: there is one rank.
   Exchange* exchange() { return ctx_.exchange == nullptr ? nullptr : &exchange_; }
-  void silence();             // Ranks::silence
-  void synchronize_device();  // waits for all steps
+  void silence();             // see Ranks::silence
+  void synchronize_device();  // waits until all steps are done
 
   // ---- load
   const WeightTable& weights() const { return weights_; }
@@ -155,14 +156,15 @@ class Engine {
     // Number of sequences so far. It tells a step whether its sequence is still in the slot.
     uint64_t generation = 0;
     int num_logprobs = -1;
-    int num_shared = 0;        // tokens of the cached prefix
-    int length = 0;            // tokens cached, as of the steps that were collected
+    int num_shared = 0;        // tokens of the cached prefix that the sequence began with
+    int length = 0;            // cached tokens after the last collected step
     int in_flight_tokens = 0;  // maximum number of tokens that the steps in flight may add
   };
   struct StepInFlight {
     uint64_t number = 0;
-    bool decodes = false;  // adds up to tokens_per_step tokens to each sequence
-    std::vector<std::pair<int, uint64_t>> sampled{};  // slots and their generations
+    bool decodes = false;  // a decode step: adds up to tokens_per_step tokens to each sequence
+    // The slots that draw a token, with their generations.
+    std::vector<std::pair<int, uint64_t>> sampled{};
   };
 
   void plan_memory();
@@ -194,14 +196,14 @@ class Engine {
 
   const int rank_;
   std::optional<ModelSpec> whole_;  // the undivided model; empty: there is one rank
-  ModelSpec spec_;                  // of this rank
+  ModelSpec spec_;                  // this rank's part of the model
   RuntimeConfig config_;
   DeviceContext ctx_;
   Exchange exchange_;
   MemoryPlan::Id receive_id_ = 0, rounds_id_ = 0;
   std::unique_ptr<CublasLt> cublas_;
   StepLimits limits_;
-  int max_tokens_ = 0;  // of one sequence
+  int max_tokens_ = 0;  // maximum number of tokens of one sequence
   // The slot that pads a step to one of few numbers of sequences. It holds no sequence and emits
   // nothing. -1: steps are not padded.
   int idle_slot_ = -1;
@@ -223,10 +225,11 @@ class Engine {
   Pages pages_;
   std::optional<GraphRunner> graphs_;
   MemoryPlan::Id last_rows_id_ = 0;
-  Tensor last_rows_;  // [slots, H]: rows that draw a token
+  Tensor last_rows_;  // [slots, H]: hidden states of the rows that draw a token
   std::vector<Slot> slots_;
-  std::vector<int> decode_slots_;                       // the slots in device memory
-  std::optional<SpeculativeStep::Batch> masked_batch_;  // the open step; it waits for its masks
+  std::vector<int> decode_slots_;  // the slots whose numbers are in device memory
+  // The open masked step, which waits for its masks.
+  std::optional<SpeculativeStep::Batch> masked_batch_;
   std::vector<int> masked_slots_;
   std::deque<StepInFlight> in_flight_;
   int64_t num_waits_ = 0;

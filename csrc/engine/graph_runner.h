@@ -22,10 +22,11 @@ namespace cpmcu {
 class GraphRunner {
  public:
   static constexpr size_t kMaxGraphs = 128;
-  enum class Part { kWhole, kPropose, kVerify, kAccept };  // of a decode step
+  // The part of a decode step that a graph runs.
+  enum class Part { kWhole, kPropose, kVerify, kAccept };
   struct Key {
     int num_seqs = 0;
-    int max_kv = 0;  // bucket
+    int max_kv = 0;  // KV entries of the longest sequence, rounded up to a bucket
     DraftShape shape{};
     Part part = Part::kWhole;
     auto operator<=>(const Key&) const = default;
@@ -43,7 +44,7 @@ class GraphRunner {
 
  private:
   struct Entry {
-    void* graph = nullptr;  // cudaGraphExec_t; null: seen once
+    void* graph = nullptr;  // cudaGraphExec_t; null: the key has run once, without a graph
     uint64_t last_use = 0;
   };
 

@@ -48,11 +48,11 @@ class Pages {
   // The same in the groups with a window: pages for all entries up to `num_entries` that a token at
   // position `length` or later reads. The pages before them are given back.
   bool reserve_windows(int slot, int length, int num_entries);
-  void release(int slot);  // all pages of the slot
+  void release(int slot);  // gives back all pages of the slot
   // Up to `most` free pages, each with one owner.
   std::vector<int> take(int most, int group);
-  void hold(const std::vector<int>& pages, int group);  // one more owner of each
-  void drop(const std::vector<int>& pages, int group);  // one owner less
+  void hold(const std::vector<int>& pages, int group);  // adds an owner to each page
+  void drop(const std::vector<int>& pages, int group);  // removes an owner from each page
 
   // ---- copies of pages, and of the per-slot tensors of a slot. A block holds the parts of all
   // ranks, in their order.
@@ -62,7 +62,7 @@ class Pages {
             int group);
   void save_slot(int slot, const HostBlocks& to, int block);
   void load_slot(int slot, const HostBlocks& from, int block);
-  void wait_for_copies();  // and for all steps in flight
+  void wait_for_copies();  // waits for all steps in flight, too
   // Were copies enqueued since the last wait? If so, only the stream may touch their blocks.
   bool has_copies() const { return has_copies_; }
   int64_t page_bytes(int group) const { return num_ranks_ * states_.page_bytes(group); }
@@ -81,7 +81,7 @@ class Pages {
   const ResultRing& ring_;
   const uint64_t& num_steps_;
   const int rank_, num_ranks_;
-  uint64_t num_done_ = 0;  // steps that are known to be done
+  uint64_t num_done_ = 0;  // number of steps known to be done
   bool has_copies_ = false;
 };
 

@@ -76,18 +76,18 @@ class Ranks {
 
   std::vector<std::unique_ptr<Engine>> engines_;
   RankPages pages_{*this};
-  volatile int* failed_ = nullptr;  // as in Exchange
-  bool broken_ = false;             // the ranks have no common state
+  volatile int* failed_ = nullptr;  // the flag Exchange::failed
+  bool broken_ = false;             // the states of the ranks differ, so every call throws
 
   // The call that the threads make. `num_calls_` counts calls; `num_running_`: threads that are not
   // done with the last one.
   const std::function<void(Engine&, int)>* run_ = nullptr;
-  const Ranks* before_ = nullptr;  // as in run_all
+  const Ranks* before_ = nullptr;  // the argument of run_all
   std::atomic<uint64_t> num_calls_{0};
   std::atomic<int> num_running_{0};
   std::atomic<bool> ends_{false};
-  std::vector<std::exception_ptr> errors_;  // of each rank
-  std::vector<std::jthread> threads_;       // of ranks 1, 2, …
+  std::vector<std::exception_ptr> errors_;  // the exception that each rank threw, or null
+  std::vector<std::jthread> threads_;       // the threads of ranks 1, 2, …
 };
 
 }  // namespace cpmcu

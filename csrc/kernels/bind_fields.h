@@ -24,10 +24,10 @@ namespace [[gnu::visibility("hidden")]] cpmcu {
 using Arrays = std::vector<SharedArray>;
 
 struct Field {
-  const char* name = nullptr;  // null: the fields that follow are keywords
+  const char* name = nullptr;  // null: the fields after this one are keyword arguments
   bool is_required = true;
-  pybind11::object initial{};  // of an option; empty: that of the struct
-  size_t offset = 0;           // bytes from the struct to `at`
+  pybind11::object initial{};  // default of an optional argument; empty: the default of the struct
+  size_t offset = 0;           // offset of `at` from the start of the struct, in bytes
   // Stores what Python passed, and keeps its arrays.
   std::function<void(void* at, pybind11::handle passed, Arrays& kept)> set{};
 };

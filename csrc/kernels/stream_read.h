@@ -7,8 +7,8 @@
 namespace cpmcu {
 
 struct StreamReadParams {
-  Tensor in;   // any shape; a multiple of 16 bytes
-  Tensor out;  // [kStreamReadCtas] int32
+  Tensor in;   // any shape; its size is a multiple of 16 bytes
+  Tensor out;  // [kStreamReadCtas] int32: a checksum of each CTA
 };
 constexpr int kStreamReadCtas = 132 * 16;
 

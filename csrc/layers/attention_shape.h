@@ -17,17 +17,17 @@ struct AttentionShape {
   // heads of this rank come first.
   int num_q_proj_heads, num_k_proj_heads;
   bool qkv_bias, qk_norm, output_gate;
-  bool joint_qk_norm;    // the norms of q and of k are over all heads together
-  bool qk_norm_weights;  // false: the norms of the heads of q and k have no weights
-  bool v_norm;           // RMSNorm of each v head, without weights
+  bool joint_qk_norm;    // one RMSNorm covers all heads of q, another all heads of k
+  bool qk_norm_weights;  // false: the RMSNorms of the heads of q and k have no weights
+  bool v_norm;           // each v head has an RMSNorm without weights
   bool o_bias, sinks;
-  bool gate_proj;  // the output is multiplied by the sigmoid of a further projection
-  bool head_gate;  // the same with one gate for each head, g_proj
+  bool gate_proj;  // the output is multiplied by the sigmoid of another projection, gate_proj
+  bool head_gate;  // the same with one gate for each head, from the projection g_proj
   int kv_layer;    // the layer whose keys and values this block reads; -1: its own
   float softmax_scale;
   float rope_attention_scaling;
-  float query_scale_beta;  // 0: no scale (kernels/layer/scale_queries.h)
-  int query_scale_length;  // tokens
+  float query_scale_beta;  // beta of kernels/layer/scale_queries.h; 0: queries are not scaled
+  int query_scale_length;  // `length` of kernels/layer/scale_queries.h, in tokens
 
   AttentionShape(const ModelSpec& spec, const Params& params)
       : num_heads(params.integer("num_attention_heads", spec.num_attention_heads)),

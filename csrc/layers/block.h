@@ -20,12 +20,12 @@ namespace cpmcu {
 
 struct BlockConfig {
   const ModelSpec& spec;
-  Params params{};          // of this block; they override the numbers of `spec`
-  std::string prefix;       // of checkpoint names: "model.layers.3."
-  std::string scope;        // prefix of scratch that belongs to one model: "" or "draft."
-  int in_features = 0;      // width of x; 0: hidden_size
+  Params params{};      // parameters of this block; they override the numbers of `spec`
+  std::string prefix;   // begins the block's checkpoint names: "model.layers.3."
+  std::string scope;    // begins the names of scratch that one model does not share: "" or "draft."
+  int in_features = 0;  // width of the block's input x; 0: hidden_size
   Timeline phase = kMixer;  // first phase of the block's scratch: kMixer or kMlp
-  bool adds = true;         // false: hidden = block(x), which a norm of the output reads
+  bool adds = true;  // false: the block overwrites `hidden` with block(x), for a norm of the output
 };
 
 class Block {

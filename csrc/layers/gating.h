@@ -10,7 +10,7 @@ namespace cpmcu {
 
 struct Gating {
   Activation kind = Activation::kSilu;
-  float alpha = 1, limit = 0;  // of clamped_swiglu
+  float alpha = 1, limit = 0;  // parameters of clamped_swiglu
 
   bool is_silu() const { return kind == Activation::kSilu; }
   // Whether the MLP has a gate.

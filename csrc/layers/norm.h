@@ -48,7 +48,7 @@ class RmsNorm {
   const ModelSpec* spec_;
   std::string name_;
   int64_t width_;
-  float offset_;  // added to the weights
+  float offset_;  // number that is added to each weight
   MemoryPlan::Id id_ = 0;
   Tensor weight_;  // [H]
 };

@@ -28,7 +28,7 @@ class RotaryTable {
  private:
   int64_t num_bytes() const { return static_cast<int64_t>(4 * inv_freq_.size()); }
 
-  std::vector<float> inv_freq_;  // [width / 2]
+  std::vector<float> inv_freq_;  // [width / 2] radians per position
   MemoryPlan::Id id_ = 0;
   float* device_ = nullptr;
 };

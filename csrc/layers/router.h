@@ -154,14 +154,14 @@ class Router {
   bool renormalise_, biased_, norms_, sigmoid_ = false, corrects_, scales_;
   float epsilon_, factor_;
   ExpertGroups groups_;
-  RmsNorm router_norm_, experts_norm_;  // router_norm only
+  RmsNorm router_norm_, experts_norm_;  // used only with router_norm
   MemoryPlan::Id bias_id_ = 0, router_x_id_ = 0, experts_x_id_ = 0, scores_id_ = 0,
                  correction_id_ = 0, scale_id_ = 0;
   int64_t max_tokens_ = 0;
-  Tensor bias_;                  // [1, E]
-  Tensor router_x_, experts_x_;  // [T, H]
-  Tensor scores_;                // [T, E] float32
-  Tensor correction_, scale_;    // [E] float32
+  Tensor bias_;                  // [1, E]: router_bias
+  Tensor router_x_, experts_x_;  // [T, H]: the normed x, with router_norm
+  Tensor scores_;                // [T, E] float32: sigmoid(logits)
+  Tensor correction_, scale_;    // [E] float32: correction_bias, and a factor for each expert
 };
 
 }  // namespace cpmcu

@@ -50,9 +50,9 @@ class SparseKeys {
   int num_heads_ = 0, num_kv_heads_ = 0, head_dim_ = 0;
   int64_t max_tokens_ = 0, num_words_ = 0, score_floats_ = 0, memory_bytes_ = 0;
   CompressedKeys keys_;
-  Tensor selection_;  // [T, Hkv, words]
-  Tensor scores_;     // scratch of select_blocks
-  Tensor memory_;     // of select_blocks
+  Tensor selection_;  // [T, Hkv, words]: the chosen blocks as bits
+  Tensor scores_;     // `scratch` of SelectBlocksParams
+  Tensor memory_;     // `memory` of SelectBlocksParams
 };
 
 }  // namespace cpmcu

@@ -22,7 +22,7 @@ class Sublayer {
  public:
   Sublayer(int layer, const std::string& kind, BlockConfig config)
       : spec_(&config.spec), layer_(layer), eps_(config.spec.rms_norm_eps) {
-    Params rest;  // the parameters of the block itself
+    Params rest;  // the parameters that the block itself reads
     for (const auto& [name, value] : config.params.values()) {
       if (!is_own(name)) rest.set(name, value);
     }
@@ -89,13 +89,13 @@ class Sublayer {
 
   const ModelSpec* spec_;
   int layer_;
-  float eps_;  // of the output norm
+  float eps_;  // eps of the output norm
   std::optional<RmsNorm> norm_, output_norm_;
   std::unique_ptr<Block> block_;
   std::string output_norm_name_;
-  std::string scale_name_;  // empty: no output_scale
+  std::string scale_name_;  // name of the output_scale's tensor; empty: there is none
   MemoryPlan::Id scale_id_ = 0;
-  Tensor scale_;  // [1]
+  Tensor scale_;  // [1]: output_scale
 };
 
 }  // namespace cpmcu

@@ -17,8 +17,8 @@
 namespace cpmcu {
 
 struct ExpertsConfig {
-  std::string prefix;   // of checkpoint names: "model.layers.3.mlp.experts."
-  LinearConfig expert;  // names are those within an expert: "gate_proj"
+  std::string prefix;   // begins the experts' checkpoint names: "model.layers.3.mlp.experts."
+  LinearConfig expert;  // its names are those within an expert, such as "gate_proj"
   int num_experts = 0;
 
   // Name prefix of the tensors of expert `index`: "model.layers.3.mlp.experts.7."

@@ -22,7 +22,7 @@ namespace cpmcu {
 
 // A linear layer may be several checkpoint tensors stacked by rows (q, k, v; gate, up).
 struct LinearPart {
-  std::string name;  // checkpoint name without ".weight"
+  std::string name;  // name in the checkpoint, without ".weight"
   int64_t out_features = 0;
 };
 
@@ -31,10 +31,11 @@ struct LinearConfig {
   int64_t in_features = 0;
   DType dtype = DType::kBF16;
   LinearOptions options{};
-  std::string name{};  // name of the stack, such as "….qkv_proj"; empty: the only part's name
+  // Name of the stacked parts, such as "….qkv_proj"; empty: that of the only part.
+  std::string name{};
   // Whether the checkpoint has the weights. If false, `load_rows` receives them.
   bool has_tensors = true;
-  bool gated = false;  // the parts are gate and up of an MLP; only `forward_gated` is called
+  bool gated = false;  // the parts are an MLP's gate and up; only `forward_gated` is called
 
   int64_t out_features() const {
     int64_t sum = 0;

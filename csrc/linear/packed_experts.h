@@ -40,7 +40,7 @@ class PackedExpertLinear : public ExpertLinear {
   const ExpertsConfig config_;
 
  private:
-  PackedWeight weight_;  // of expert 0
+  PackedWeight weight_;  // weights of expert 0; those of the others follow
   int64_t stride_ = 0;
   MemoryPlan::Id id_ = 0;
 };

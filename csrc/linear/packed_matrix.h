@@ -42,9 +42,9 @@ class PackedMatrix {
   DType dtype_ = DType::kBF16;
   int64_t kept_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, fused_id_ = 0;
-  Tensor slice_;         // [slice_rows, K]; empty unless prefill dequantises
-  Tensor scratch_;       // of packed_gemm
-  Tensor fused_memory_;  // fused_layer's, shared by all matrices
+  Tensor slice_;    // [slice_rows, K]: dequantised rows of W; empty: prefill does not dequantise
+  Tensor scratch_;  // `scratch` of PackedGemmParams
+  Tensor fused_memory_;  // `memory` of FusedLayerParams, shared by all matrices
 };
 
 }  // namespace cpmcu

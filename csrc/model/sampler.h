@@ -25,7 +25,8 @@ struct SamplingConfig {
   float frequency_penalty = 0;
   std::vector<std::pair<int, float>> logit_bias;
   int logprobs = -1;
-  std::vector<int> logprob_ids;  // report these tokens instead of the likeliest ones
+  // Tokens whose log-probabilities are reported, instead of the likeliest.
+  std::vector<int> logprob_ids;
   // Where the device ends the sequence. Used with a drafter; the host finds the same stops later.
   std::vector<int> stop_ids;
   int max_tokens = 1 << 30;
@@ -34,14 +35,14 @@ struct SamplingConfig {
 // The rule by which a decode step accepts drafted tokens. All but kTargetMatch are lossy: they
 // change the text.
 enum class VerifyStrategy {
-  kTargetMatch,  // tokens that the target draws
-  kGreedy,       // the most likely tokens; each draw takes the most likely one, too
-  kTopP,         // drawn tokens and other candidates (AcceptTreeParams in kernels/tree/tree.h)
+  kTargetMatch,  // accepts tokens that the target draws
+  kGreedy,       // accepts the most likely tokens; every draw takes the most likely one, too
+  kTopP,         // accepts drawn tokens and other candidates (AcceptTreeParams)
 };
 
 struct Verification {
   VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
-  int window = 0;  // of kTopP
+  int window = 0;  // verify_window of kTopP
 };
 
 // Throws for an unknown strategy, named as in RuntimeConfig, and for a negative window.
@@ -50,9 +51,9 @@ Verification verification_named(const std::string& strategy, int window);
 // The tokens that each row of a step may draw, in host memory. Row r uses mask rows[r]; -1: no
 // mask.
 struct TokenMasks {
-  std::vector<int> rows;            // [R]; empty: no row has a mask
+  std::vector<int> rows;            // [R] numbers of masks; empty: no row has a mask
   const uint32_t* words = nullptr;  // [M, num_mask_words(V)]
-  int num_masks = 0;                // M <= R
+  int num_masks = 0;                // M: number of masks, at most R
 };
 
 class Sampler {
@@ -65,7 +66,7 @@ class Sampler {
   // names of its buffers.
   void plan_greedy(MemoryPlan& plan, const std::string& scope, int num_slots, int max_rows);
   void bind(const Arena& arena);
-  void clear(const Context& ctx);  // after `bind`, before the first sequence
+  void clear(const Context& ctx);  // called after `bind`, before the first sequence
 
   // Starts a sequence in `slot`. `ids` are its tokens so far, for penalties; the first `num_prompt`
   // are the prompt, and the keys and values of the first `num_cached` exist. Throws if a parameter
@@ -93,7 +94,7 @@ class Sampler {
 
  private:
   void check(const SamplingConfig& config) const;
-  int64_t num_mask_ints(int num_masks) const {  // mask_rows_ and the masks behind it
+  int64_t num_mask_ints(int num_masks) const {  // ints of mask_rows_ and the masks behind it
     return max_rows_ + int64_t{num_masks} * num_mask_words(vocab_size_);
   }
 
@@ -105,14 +106,14 @@ class Sampler {
                  ids_id_ = 0, masks_id_ = 0, candidates_id_ = 0;
   SlotSampling* sampling_ = nullptr;          // [slots]
   SlotSampling* sampling_staging_ = nullptr;  // [slots] pinned staging buffer
-  int* counts_ = nullptr;                     // [slots, V]
-  float* bias_ = nullptr;                     // [slots, V]
-  int* tokens_ = nullptr;                     // [R]
+  int* counts_ = nullptr;                     // [slots, V], as in SampleParams
+  float* bias_ = nullptr;                     // [slots, V]: logit_bias
+  int* tokens_ = nullptr;                     // [R] drawn tokens
   TokenLogprobs* logprobs_ = nullptr;         // [R]
-  TokenCandidates* candidates_ = nullptr;     // [R] or null
-  int* ids_ = nullptr;                        // [max_model_len] token history, for reset
-  int* mask_rows_ = nullptr;                  // [R], then the masks [R, num_mask_words(V)]
-  int* mask_staging_ = nullptr;               // its pinned staging buffer
+  TokenCandidates* candidates_ = nullptr;     // [R]; null unless kTopP
+  int* ids_ = nullptr;           // [max_model_len] tokens of a sequence that `reset` starts
+  int* mask_rows_ = nullptr;     // [R] numbers of masks, then the masks [R, num_mask_words(V)]
+  int* mask_staging_ = nullptr;  // pinned staging buffer of mask_rows_
 };
 
 }  // namespace cpmcu

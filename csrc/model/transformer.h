@@ -80,21 +80,22 @@ class Transformer {
   std::string prefix_;
   std::vector<int> aux_hidden_layers_;
   std::vector<Sublayer> sublayers_;
-  bool has_branch_ = false;  // whether a sublayer norms its output
+  bool has_branch_ = false;  // a sublayer has a norm of its output
   RmsNorm final_norm_;
-  std::unique_ptr<LinearMethod> head_;  // null: tied to the embedding table
+  std::unique_ptr<LinearMethod> head_;  // null: the head is the embedding table
   MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, branch_id_ = 0, aux_hidden_id_ = 0,
                  head_in_id_ = 0, logits_id_ = 0, part_id_ = 0, part_logits_id_ = 0;
   int64_t max_tokens_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
-  Tensor embed_;        // [V, H]
-  Tensor hidden_;       // [T, H]
-  Tensor normed_;       // [T, H]
-  Tensor branch_;       // [T, H]: the output of a block whose output is normed
-  Tensor part_logits_;  // [R, V / ranks] of this rank; empty: the head is not divided
-  Tensor part_;         // [T, H]: this rank's part of a block's output; empty: one rank
-  Tensor aux_hidden_;   // [T, layers * H]
-  Tensor head_in_;      // [head rows, H]
-  Tensor logits_;       // [R, V] float32
+  Tensor embed_;   // [V, H]
+  Tensor hidden_;  // [T, H]: the residual stream
+  Tensor normed_;  // [T, H]: input of a block, after its norm
+  Tensor branch_;  // [T, H]: output of a block that has a norm of its output
+  // [R, V / ranks]: logits of this rank's part of the head; empty: the head is whole.
+  Tensor part_logits_;
+  Tensor part_;        // [T, H]: this rank's part of a block's output; empty: there is one rank
+  Tensor aux_hidden_;  // [T, layers * H]: inputs of the layers that the drafter reads
+  Tensor head_in_;     // [head rows, H]: hidden states after the final norm
+  Tensor logits_;      // [R, V] float32
 
   Pass pass_;
   Schedule commit_{Phase::kDecode};

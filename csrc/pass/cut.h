@@ -29,8 +29,8 @@ namespace cpmcu {
 
 // The device and the settings that launches are cut for.
 struct CutTarget {
-  FusedForms fused = FusedForms::kNone;  // what the fused layer kernel reads
-  bool prefetches = true;                // a fused layer may load weights of the next launch to L2
+  FusedForms fused = FusedForms::kNone;  // the forms of weights that the fused layer kernel reads
+  bool prefetches = true;  // a fused layer kernel may prefetch the next launch's weights to L2
   // A fused layer may hold sums over ranks. Off: this has not run on two GPUs yet.
   bool sums_over_ranks = false;
 
@@ -47,25 +47,27 @@ struct FusedStage {
 
 // Numbers are places in the list; -1: none.
 struct Launch {
-  int op = -1;                  // not fused: the op that runs
-  std::vector<int> ops{};       // all ops of the launch, in order
-  int sum = -1, norm = -1;      // parts of `op`
-  bool leaves_combine = false;  // of attention: the next fused layer kernel combines the splits
+  int op = -1;              // the op of a launch that is not fused
+  std::vector<int> ops{};   // all ops of the launch, in order
+  int sum = -1, norm = -1;  // a sum and a norm that are part of the launch of `op`
+  // Only for attention: the next fused layer kernel combines the splits.
+  bool leaves_combine = false;
 
-  std::vector<FusedStage> stages{};       // of a fused layer; empty: not fused
-  int attention = -1;                     // before the first stage
-  int rotary = -1;                        // after the last stage
-  std::vector<PackedWeight> following{};  // as in FusedLayerParams
+  // The linear ops of a fused layer; empty: the launch is not fused.
+  std::vector<FusedStage> stages{};
+  int attention = -1;  // the attention whose splits are combined before the first stage
+  int rotary = -1;     // the rotary_kv that runs after the last stage
+  std::vector<PackedWeight> following{};  // FusedLayerParams::following
 };
 
 std::vector<Launch> cut(const OpList& list, const CutTarget& target);
 
 // A launch as `cpmcu plan --launches` prints it.
 struct LaunchRow {
-  int layer;                       // of the first op; -1: before the first layer
+  int layer;                       // layer of the first op; -1: the ops are before the first layer
   std::string kind;                // "fused layer", "linear", "norm", …, "call"
-  std::vector<std::string> parts;  // names of the ops
-  int64_t weight_bytes;            // read for one token; 0: none, or unknown
+  std::vector<std::string> parts;  // names of the launch's ops
+  int64_t weight_bytes;  // bytes of weights that are read for one token; 0: none, or unknown
 };
 
 std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target);

@@ -24,8 +24,8 @@ namespace cpmcu {
 // A buffer of a pass. Equal ids are the same memory (OpList::value).
 struct Value {
   int id = -1;
-  Tensor buffer{};        // rows for the largest step; empty: the value has no memory (SumOp)
-  bool of_group = false;  // holds the rows of one group (OpList::begin_groups)
+  Tensor buffer{};  // rows for the largest step; empty: the value has no memory, as y of SumOp
+  bool of_group = false;  // it holds the rows of one group of begin_groups, not of a whole step
 
   bool operator==(const Value& other) const { return id == other.id; }
 };
@@ -47,14 +47,14 @@ struct LinearOp {
   Value y, x;
   float alpha = 1;
   bool gated = false;
-  Value gate_up{};  // scratch if gated
+  Value gate_up{};  // gate and up as one tensor, scratch; only if gated
 };
 
 // hidden += y + bias. It is part of the launch of the op before it, which writes y. So y has no
 // memory.
 struct SumOp {
   Value hidden, y;
-  Tensor bias{};  // [1, H]; empty: none
+  Tensor bias{};  // [1, H]; empty: no bias
 };
 
 // hidden += the sum of all ranks' parts. Without `adds`, hidden is overwritten.
@@ -65,24 +65,24 @@ struct RankSumOp {
 
 struct NormOp {
   Value out, x;
-  RmsNormParams params;  // without out and x
+  RmsNormParams params;  // all fields but out and x
 };
 
 struct RotaryOp {
   Value qkv;
-  RotaryKvParams params;  // without qkv; of tokens only the page table
+  RotaryKvParams params;  // all fields but qkv; of `tokens` only the page table
 };
 
 struct AttentionOp {
   Value out, qkv;
   // Returns the parameters of attention_combine if that is still to be launched, else no `out`.
   std::function<AttentionParams(const Context&, const Step&, const Rows&)> begin;
-  bool splits = true;  // false: `begin` never leaves attention_combine
+  bool splits = true;  // false: `begin` does all the work, and no attention_combine follows
 };
 
 struct RouterOp {
   Value x;
-  MoeRouterParams params;  // logits of the largest group; without x and norm
+  MoeRouterParams params;  // all fields but x and norm; `logits` has rows for the largest group
 };
 
 // y += the weighted sum of the experts' results. `is_part`: the parts of all ranks will be added,
@@ -90,12 +90,14 @@ struct RouterOp {
 struct CombineOp {
   Value y;
   bool is_part = false;
-  MoeCombineParams params;  // y, shared and shared_gate of the largest group; without hidden, norm
+  // All fields but hidden and norm. y, shared and shared_gate have rows for the largest group.
+  MoeCombineParams params;
 };
 
 struct CompressOp {
   LayerKeys keys;
-  bool accepted = false;  // the accepted tokens of a decode step, not all tokens of a prompt
+  // True: the accepted tokens of a decode step; false: all tokens of a prompt.
+  bool accepted = false;
 };
 
 // The residual stream enters a layer. `copy` keeps it for a drafter; empty: no copy. Ops
@@ -112,11 +114,11 @@ struct CallOp {
 };
 
 struct Op {
-  std::string name;          // within its layer: "self_attn.o_proj"
-  int layer = -1;            // -1: before the first layer
-  int section = 0;           // of groups (OpList::begin_groups); 0: none
-  int64_t group_rows = 0;    // of that section
-  int64_t weight_bytes = 0;  // read for one token; 0: unknown or none
+  std::string name;  // name within its layer, such as "self_attn.o_proj"
+  int layer = -1;    // -1: the op is before the first layer
+  int section = 0;   // number of its section of groups (OpList::begin_groups); 0: it is in none
+  int64_t group_rows = 0;    // maximum number of rows of a group of that section
+  int64_t weight_bytes = 0;  // bytes of weights that are read for one token; 0: unknown or none
   std::variant<LinearOp, SumOp, NormOp, RotaryOp, AttentionOp, RouterOp, CombineOp, CompressOp,
                LayerInputOp, CallOp, RankSumOp>
       what;

@@ -68,14 +68,14 @@ class OpList {
  private:
   template <typename Kind>
   void append(const std::string& name, Kind op, int64_t weight_bytes = 0);
-  Value term();  // a value without memory
+  Value term();  // makes a value without memory
 
   Phase phase_;
   int layer_ = -1, num_sections_ = 0;
   int64_t group_rows_ = 0;
   std::string prefix_;
-  Value part_{};                    // id -1: the sums are over one rank
-  std::vector<std::string> names_;  // of values
+  Value part_{};                    // target of sum_over_ranks; id -1: there is one rank
+  std::vector<std::string> names_;  // name of each value, by id
   std::vector<Op> ops_;
 };
 

@@ -39,7 +39,7 @@ class BeamDrafter : public Drafter {
 
   // Token t of a step reads x[index[t]]; without an index x[t].
   struct HiddenRows {
-    Tensor x;  // [*, F] from the target, [*, H] recycled
+    Tensor x;  // [rows, F] if the target wrote it, [rows, H] if it is recycled
     const int* index = nullptr;
   };
 
@@ -81,11 +81,11 @@ class BeamDrafter : public Drafter {
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
-  const int topk_;                    // k
-  const DraftShape largest_;          // D, N
+  const int topk_;                    // k: nodes of a level
+  const DraftShape largest_;          // the largest depth D and tree size N
   const std::vector<int> vocab_ids_;  // draft id -> target id (FR-Spec, d2t); empty: identity
   DraftLimits limits_;
-  int* draft_lengths_ = nullptr;  // [slots] entries in the draft's KV cache
+  int* draft_lengths_ = nullptr;  // [slots]: tokens in the draft's KV cache
 
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
@@ -103,8 +103,8 @@ class BeamDrafter : public Drafter {
   int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
       *seq_token_begin_ = nullptr, *last_rows_ = nullptr;
   ShiftPromptParams shift_;
-  int* id_map_ = nullptr;  // [draft vocabulary]; null: identity
-  Tensor last_hidden_;     // [max_seqs, H] of each sequence's last accepted token
+  int* id_map_ = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
+  Tensor last_hidden_;     // [max_seqs, H]: the hidden state of each sequence's last accepted token
 };
 
 }  // namespace cpmcu

@@ -70,9 +70,9 @@ class BlockDrafter : public Drafter {
   // The candidates of B sequences at D positions.
   struct Candidates {
     int num_seqs = 0, depth = 0, topk = 0;
-    const int* ids = nullptr;         // [B, D, K]; of the target, or of the draft (own_ids)
+    const int* ids = nullptr;         // [B, D, K]: ids of the target, or of the draft if own_ids()
     const float* logprobs = nullptr;  // [B, D, K]
-    Tensor hidden{};                  // [B D, H] after the final norm
+    Tensor hidden{};                  // [B D, H]: hidden states after the final norm
   };
   // Without pairs the score of a candidate is its log-probability below any parent.
   virtual Lattice score(const Context&, const DraftBatch&, const Candidates& candidates) {
@@ -115,22 +115,22 @@ class BlockDrafter : public Drafter {
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
-  const int topk_;                    // K
-  const int num_rows_;                // of a block
-  const DraftShape largest_;          // D, N
-  const std::vector<int> vocab_ids_;  // draft id -> target id; empty: identity
+  const int topk_;                    // K: candidates of a position
+  const int num_rows_;                // number of rows of a block
+  const DraftShape largest_;          // the largest depth D and tree size N
+  const std::vector<int> vocab_ids_;  // draft id -> target id; empty: the ids are equal
   DraftLimits limits_;
   HeadParts parts_;
 
  private:
-  static constexpr int kRepaired = 16;  // minimum of num_recent
+  static constexpr int kRepaired = 16;  // num_recent is at least this number
 
   // A convolution before and one after an attention or MLP. One projection gives both weights.
   struct Conv {
     std::string name;
-    LinearMethod* projection;  // [2 width H / group, H]
+    LinearMethod* projection;  // [2 width H / group, H]: gives the deltas of both convolutions
     MemoryPlan::Id base_id = 0;
-    Tensor base{};  // [2 width, H]
+    Tensor base{};  // [2 width, H]: the constant part of both convolutions' weights
   };
   struct Layer {
     HeadParts::Layer blocks;
@@ -149,7 +149,7 @@ class BlockDrafter : public Drafter {
   Conv make_conv(const std::string& name);
   void layout(Carver& carver);
   void check_options(const std::string& kind, const std::vector<std::string>& own) const;
-  int64_t num_inputs() const {  // input columns of fc
+  int64_t num_inputs() const {  // number of fc's input columns
     return static_cast<int64_t>(target_layers_.size()) * target_.hidden_size;
   }
   // Columns of `delta_` that one side of a convolution reads.
@@ -179,18 +179,19 @@ class BlockDrafter : public Drafter {
                  predicted_id_ = 0, delta_id_ = 0, mixed_id_ = 0, branch_id_ = 0;
   // Arrays for max_seqs sequences.
   BlockRowsParams rows_;
-  MtpRows context_rows_;       // of the last tokens
-  int* predicting_ = nullptr;  // [max_seqs, D] rows of the block that predict
-  int* zeros_ = nullptr;       // [max_seqs * (R - 1)]
+  MtpRows context_rows_;       // the context rows of the last tokens
+  int* predicting_ = nullptr;  // [max_seqs, D]: numbers of the block's rows whose logits count
+  int* zeros_ = nullptr;       // [max_seqs * (R - 1)]: zeros, as ids and as an index
   int* candidate_ids_ = nullptr;
   float* logprobs_ = nullptr;
   Draft draft_;
-  int* id_map_ = nullptr;  // [draft vocabulary]; null: identity
+  int* id_map_ = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
   int64_t num_gathered_ = 0, num_block_rows_ = 0;
-  Tensor gathered_;        // [max_seqs * max_path, m H] hidden states of the accepted tokens
-  Tensor mask_embedding_;  // [1, H]
-  Tensor predicted_;       // [max_seqs D, H]
-  Tensor delta_, mixed_, branch_;  // of the convolutions: [T, 2 width H / group], [T, H], [T, H]
+  Tensor gathered_;        // [max_seqs * max_path, m H]: hidden states of the accepted tokens
+  Tensor mask_embedding_;  // [1, H]: embedding of the mask token
+  Tensor predicted_;       // [max_seqs D, H]: hidden states of the rows whose logits count
+  // Buffers of the convolutions: [T, 2 width H / group], [T, H], [T, H].
+  Tensor delta_, mixed_, branch_;
 };
 
 // Two codebooks that score pairs of candidates, and the arrays of the scores (pair_scores).

@@ -21,18 +21,18 @@ class DraftHead {
 
   void plan(MemoryPlan& plan, const StepLimits& limits);
   void bind(const Arena& arena);
-  void list_tensors(WeightTable& table);  // the draft's own lm_head, if it has one
+  void list_tensors(WeightTable& table);  // lists the draft's own lm_head, if it has one
   void finish_loading(const Context& ctx, const TargetParts& target);
 
   // Logits [R, draft vocabulary] float32 of hidden [R, H].
   Tensor forward(const Context& ctx, const Tensor& hidden) const;
 
  private:
-  const ModelSpec& model_;  // the draft's own layers
+  const ModelSpec& model_;  // the spec of the draft's own layers
   const std::vector<int>& vocab_ids_;
-  bool is_own_;  // the draft's checkpoint has an lm_head
+  bool is_own_;  // true: the draft's checkpoint has an lm_head
   int64_t vocab_size_;
-  std::unique_ptr<LinearMethod> linear_;  // null: the target's head serves
+  std::unique_ptr<LinearMethod> linear_;  // null: logits come from the target's head
   TargetParts target_;
   MemoryPlan::Id logits_id_ = 0;
   int64_t max_rows_ = 0;

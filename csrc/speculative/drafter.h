@@ -28,53 +28,57 @@ namespace cpmcu {
 
 // A drafter as plain data, built in Python (cpmcu/drafters).
 struct DrafterSpec {
-  std::string method;              // a registered name
-  std::string scope = "draft.";    // prefix of its tensor and buffer names
-  DraftShape shape{1, 2};          // the largest that is wanted; Drafter::largest is within it
-  Params options;                  // read by this method only
-  std::optional<ModelSpec> model;  // the draft's own layers
-  std::vector<DrafterSpec> parts;  // of a drafter built from others
+  std::string method;            // name with which the drafter is registered
+  std::string scope = "draft.";  // begins the names of its tensors and buffers
+  DraftShape shape{1, 2};        // the largest shape that is wanted; Drafter::largest is within it
+  Params options;                // options that only this method reads
+  std::optional<ModelSpec> model;  // spec of the draft's own layers
+  // The drafters that a combination, such as hierarchical, is made of.
+  std::vector<DrafterSpec> parts;
 };
 
 // The auxiliary hidden states that a drafter reads, for each token that the target computed.
 struct HiddenNeeds {
-  bool final = false;         // after the final norm, [H]
-  std::vector<int> layers{};  // the residual stream entering these layers, [layers * H]
+  bool final = false;  // true: it reads the hidden state after the final norm, [H]
+  // Numbers of the layers whose input (residual stream) it reads, [layers * H].
+  std::vector<int> layers{};
 
   // The union of both needs. Throws Error(kInvalid) if they name different layers.
   HiddenNeeds with(const HiddenNeeds& other) const;
 };
 struct HiddenStates {
-  Tensor final{}, layers{};  // [rows, H], [rows, layers * H]; empty if not needed
+  // [rows, H] and [rows, layers * H]; empty if the drafter does not read them.
+  Tensor final{}, layers{};
 };
 
 // Parts of the target that a drafter may share.
 struct TargetParts {
   Tensor embedding_table;  // [V, H]
-  Tensor head_weight;      // [V, H] in finish_loading; empty if the checkpoint's is quantised
+  // [V, H], valid in finish_loading; empty if the checkpoint's head is quantised.
+  Tensor head_weight;
   // logits [R, V] float32 = scale * hidden [R, H] times the head.
   std::function<void(const Context&, const Tensor& logits, const Tensor& hidden, float scale)>
       project;
 };
 
 struct DraftLimits {
-  int max_seqs = 0;            // sequences of one step
-  int max_slots = 0;           // sequence slots
-  int max_prompt_tokens = 0;   // tokens of a prompt chunk
-  int max_kv = 0;              // as in StepLimits
-  int max_path = 0;            // as in Accepted, at least D + 1
-  int compute_capability = 0;  // as in Context
+  int max_seqs = 0;            // maximum number of sequences of one step
+  int max_slots = 0;           // number of sequence slots
+  int max_prompt_tokens = 0;   // maximum number of tokens of a prompt chunk
+  int max_kv = 0;              // the same as StepLimits::max_kv
+  int max_path = 0;            // the same as Accepted::max_path: at least D + 1
+  int compute_capability = 0;  // the same as Context::compute_capability
 };
 
 // The sequences of one step.
 struct DraftBatch {
   int num_seqs = 0;                // B
-  DraftShape shape;                // of this step
+  DraftShape shape;                // depth and tree size of this step's draft
   const int* seq_slots = nullptr;  // [B]
   int max_kv = 0;                  // upper bound of any sequence length
   const int* page_table = nullptr;
   int max_pages = 0;
-  SlotState slots;  // of the target: lengths, next tokens, history, accepted
+  SlotState slots;  // state of the target: lengths, next_tokens, history and accepted
   // [slots * max_path, …] of the last tokens of each slot, in rows Accepted::hidden_row.
   HiddenStates accepted;
 
@@ -92,14 +96,14 @@ struct DraftBatch {
 
 // A prompt chunk of each of B sequences.
 struct DraftPrompt {
-  StepTokens tokens;              // as the target ran them; slot_lengths: before the chunk
+  StepTokens tokens;  // the chunk as the target ran it; slot_lengths are those before the chunk
   const int* ids = nullptr;       // [T]
-  std::vector<int> num_before{};  // [B] tokens before the chunk, without the cached prefix
-  SlotState slots{};              // before the chunk
+  std::vector<int> num_before{};  // [B] tokens before the chunk, but not those of the cached prefix
+  SlotState slots{};              // state before the chunk
   // [B, max_path] the last rows of each sequence, and their rows of `accepted`; -1: none.
   const int *last_rows = nullptr, *slot_rows = nullptr;
-  HiddenStates hidden{};    // [T, …]
-  HiddenStates accepted{};  // as in DraftBatch, of the tokens before the chunk
+  HiddenStates hidden{};    // hidden states of the chunk's tokens, in T rows
+  HiddenStates accepted{};  // the tokens before the chunk, in the rows of DraftBatch::accepted
 };
 
 class Drafter {

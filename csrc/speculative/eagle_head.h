@@ -24,11 +24,11 @@ class EagleHead : public HeadDrafter {
  protected:
   // Parts that only some kinds of heads have.
   struct Form {
-    bool input_norms = false;      // of both halves of fc's input
-    bool first_attention = false;  // a norm before the first layer's attention
-    bool final_norm = false;       // of the result
+    bool input_norms = false;      // both halves of fc's input have an RMSNorm
+    bool first_attention = false;  // the first layer has a norm before its attention
+    bool final_norm = false;       // the head's hidden states have a norm at the end
     bool hidden_first = false;     // fc's input is [aux_hidden | embedding(id)]
-    bool bias = false;             // of fc
+    bool bias = false;             // fc has a bias
   };
 
   // The form of an MTP module.
@@ -58,14 +58,14 @@ class EagleHead : public HeadDrafter {
  private:
   struct NormedLayer {
     HeadParts::Layer blocks;
-    RmsNorm* attention_norm;  // may be null
+    RmsNorm* attention_norm;  // null: no norm before attention
     RmsNorm* mlp_norm;
   };
   struct Module {
     LinearMethod* fc;
     RmsNorm *embed_norm = nullptr, *aux_hidden_norm = nullptr, *final_norm = nullptr;
     std::vector<NormedLayer> layers{};
-    Pass pass{};  // fc and the layers
+    Pass pass{};  // runs fc and the layers
   };
 
   Module make_module(const std::string& prefix);

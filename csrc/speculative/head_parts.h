@@ -66,7 +66,7 @@ class HeadParts {
 
  private:
   const std::string& scope_;
-  const ModelSpec& model_;  // the draft's own layers
+  const ModelSpec& model_;  // the spec of the draft's own layers
   DraftHead head_;
   Tensor embedding_table_;
   std::vector<std::unique_ptr<LinearMethod>> linears_;

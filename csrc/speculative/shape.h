@@ -10,8 +10,8 @@ namespace cpmcu {
 
 // Depth 0: the step drafts nothing and verifies the root alone.
 struct DraftShape {
-  int depth = 0;      // tokens of the longest drafted path
-  int tree_size = 1;  // tokens that are verified, the root included
+  int depth = 0;      // maximum number of drafted tokens on a path
+  int tree_size = 1;  // tokens that the step verifies, the root included
   auto operator<=>(const DraftShape&) const = default;
 
   bool within(const DraftShape& limit) const {

@@ -31,12 +31,12 @@ struct Target {
 
 struct SpeculativeStepLimits {
   std::string scope{};        // begins the names of the step's buffers
-  int max_seqs = 0;           // sequences of one step
-  int max_slots = 0;          // sequence slots
-  int max_prompt_tokens = 0;  // tokens of a prompt chunk
-  int max_tokens = 0;         // tokens of a sequence that are kept as history
-  int max_kv = 0;             // as in StepLimits
-  int max_path = 0;           // recent tokens that are kept, if the drafter reads fewer
+  int max_seqs = 0;           // maximum number of sequences of one step
+  int max_slots = 0;          // number of sequence slots
+  int max_prompt_tokens = 0;  // maximum number of tokens of a prompt chunk
+  int max_tokens = 0;         // maximum number of a sequence's tokens that are stored as history
+  int max_kv = 0;             // the same as StepLimits::max_kv
+  int max_path = 0;           // minimum number of recent tokens that are kept for the drafter
   int compute_capability = 0;
 };
 
@@ -47,7 +47,7 @@ class SpeculativeStep {
     int num_seqs = 0;
     int max_kv = 0;  // upper bound of any sequence length, tree nodes included
     DraftShape shape;
-    const int* seq_slots = nullptr;  // [B] device
+    const int* seq_slots = nullptr;  // [B] in device memory
     int num_tokens() const { return num_seqs * shape.tree_size; }
   };
   // Node 0 is the root: the last emitted token. Unused nodes hold token -1. Without a drafter the
@@ -83,7 +83,7 @@ class SpeculativeStep {
   void plan(MemoryPlan& plan, ModelState& state, StateCache& states,
             const SpeculativeStepLimits& limits);
   void bind(const Arena& arena);
-  void clear(const Context& ctx);  // after `bind`, before the first sequence
+  void clear(const Context& ctx);  // called after `bind`, before the first sequence
   void list_tensors(WeightTable& table) const;
   // As Drafter::divided_tensors.
   WeightTable divided_tensors() const {
@@ -99,7 +99,8 @@ class SpeculativeStep {
 
   // Copies the trees of a step to the host. Call it between `propose` and `accept`.
   void publish_trees(const Context& ctx, const Batch& batch);
-  std::vector<DraftedTree> read_trees(const Batch& batch) const;  // waits for the copy
+  // Waits for the copy of publish_trees.
+  std::vector<DraftedTree> read_trees(const Batch& batch) const;
 
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
@@ -131,27 +132,27 @@ class SpeculativeStep {
   }
 
   Target target_;
-  ModelState* state_ = nullptr;  // of the target
+  ModelState* state_ = nullptr;  // state of the target
   StateCache* states_ = nullptr;
-  std::string method_;  // the drafter's name
+  std::string method_;  // name of the drafter
   std::unique_ptr<Drafter> drafter_;
   HiddenNeeds needs_;
   DraftShape largest_;
   int max_path_ = 1;
   SpeculativeStepLimits limits_;
-  int64_t num_bytes_ = 0;  // of the buffer
+  int64_t num_bytes_ = 0;  // size of buffer_, in bytes
   MemoryPlan::Id buffer_id_ = 0, history_id_ = 0, final_id_ = 0, accepted_final_id_ = 0,
                  accepted_layers_id_ = 0;
   char* buffer_ = nullptr;
   SlotState slots_;
   TokenTrees trees_;
   SlotStop* stops_ = nullptr;          // [slots]
-  SlotStop* stops_staging_ = nullptr;  // pinned
-  int* trees_staging_ = nullptr;       // pinned: tokens and parents, [2, B N]
-  std::optional<Event> trees_ready_;   // trees_staging_ is filled
+  SlotStop* stops_staging_ = nullptr;  // [slots] pinned staging buffer
+  int* trees_staging_ = nullptr;       // pinned memory for tokens and parents: [2, B N]
+  std::optional<Event> trees_ready_;   // the copy to trees_staging_ is done
   Device device_;
-  Tensor final_;           // [T, H] of a pass of the target
-  HiddenStates accepted_;  // [slots * (D + 1), …]
+  Tensor final_;           // [T, H]: hidden states of a target pass, after the final norm
+  HiddenStates accepted_;  // [slots * (D + 1), …]: hidden states of the accepted tokens
 };
 
 }  // namespace cpmcu

@@ -24,7 +24,7 @@ class HostBlocks {
   // thread at a time may call it, while others use blocks. Throws Error(kMemory).
   int grow();
   int num_blocks() const;
-  int64_t num_bytes() const;  // taken from the system
+  int64_t num_bytes() const;  // bytes taken from the system so far
   int64_t block_bytes() const { return block_bytes_; }
   char* block(int index) const;
 

@@ -20,7 +20,7 @@ namespace cpmcu {
 struct PagedPlane {
   int rows_per_page = kPageSize;
   int num_heads = 1;
-  int width = 0;  // elements of one head's row
+  int width = 0;  // elements in a row of one head
   DType dtype = DType::kBF16;
 
   int64_t page_elements() const { return int64_t{num_heads} * rows_per_page * width; }
@@ -31,14 +31,14 @@ struct PagedPlane {
 };
 
 struct SlotTensor {
-  std::string name;            // in the memory plan
-  std::vector<int64_t> shape;  // of one slot, up to 3 dimensions
+  std::string name;            // name in the memory plan
+  std::vector<int64_t> shape;  // shape for one slot, up to 3 dimensions
   DType dtype = DType::kF32;
   // If true, `save_slot` leaves the tensor out and `reset` does not clear it. Another tensor says
   // whether its content counts.
   bool transient = false;
 
-  int64_t num_bytes() const;  // of one slot
+  int64_t num_bytes() const;  // bytes of one slot
 };
 
 class ModelState {
@@ -65,15 +65,15 @@ class ModelState {
   PagedId find_paged(const PagedPlane& plane, int window, const std::string& name) const;
   SlotId add_slot(const SlotTensor& tensor);
 
-  std::vector<int> windows() const;      // of its planes; a window may occur several times
-  int64_t page_bytes(int window) const;  // of one page in the planes of a group
-  int64_t slot_bytes() const;  // of one slot in all per-slot tensors that are not transient
+  std::vector<int> windows() const;      // windows of all planes; a window may occur several times
+  int64_t page_bytes(int window) const;  // bytes of one page in all planes with this window
+  int64_t slot_bytes() const;  // bytes of a slot in all per-slot tensors, transient ones left out
   void plan_slots(MemoryPlan& plan, int num_slots);
   // One number of pages, and one page table on the device [slots, max_pages], for each window.
   void plan_pages(MemoryPlan& plan, const std::map<int, int>& num_pages);
   void bind(const Arena& arena, const std::map<int, const int*>& tables);
   void clear_slots(const Context& ctx);
-  void clear_pages(const Context& ctx);  // after the weights are loaded
+  void clear_pages(const Context& ctx);  // called after the weights are loaded
 
   // ---- used by blocks
   Tensor paged(PagedId id) const;  // [pages, num_heads, rows_per_page, width]

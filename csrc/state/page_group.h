@@ -18,8 +18,8 @@ constexpr int pages_for(int num_entries) { return (num_entries + kPageSize - 1) 
 
 // The first entry of a page is a multiple of 64: page i of a sequence has the entries from 64 i on.
 struct HeldPages {
-  int first = 0;             // the page of the sequence that pages[0] is
-  std::vector<int> pages{};  // in order, without gaps
+  int first = 0;             // number in the sequence of the page pages[0]
+  std::vector<int> pages{};  // page numbers in the order of the sequence, without gaps
 
   int end() const { return first + static_cast<int>(pages.size()); }
 };
@@ -49,7 +49,7 @@ class PageGroup {
   // Adds pages that have other owners to a slot without pages, as its pages from `first` on. The
   // slot must never write to them.
   void share(int slot, int first, const std::vector<int>& pages);
-  void release(int slot, uint64_t num_steps);  // all pages of the slot
+  void release(int slot, uint64_t num_steps);  // gives back all pages of the slot
 
  private:
   int window_;

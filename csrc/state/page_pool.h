@@ -33,9 +33,11 @@ class PagePool {
   void retire(uint64_t num_done);
 
  private:
-  std::vector<int> owners_;                        // of each page
-  std::vector<int> free_;                          // the next to be taken last
-  std::deque<std::pair<uint64_t, int>> retiring_;  // steps to be done, page; in order of steps
+  std::vector<int> owners_;  // number of owners of each page
+  std::vector<int> free_;    // free pages; the last one is taken next
+  // Pages without owners, and the number of steps after which they are free. In order of that
+  // number.
+  std::deque<std::pair<uint64_t, int>> retiring_;
 };
 
 }  // namespace cpmcu

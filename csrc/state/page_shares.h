@@ -9,10 +9,10 @@ namespace cpmcu {
 // Numbers of pages of one group. The first group has the layers without a window.
 struct PageDemand {
   int64_t page_bytes = 0;
-  int64_t least = 0;     // minimum to run at all
-  int64_t sequence = 0;  // for one sequence of the greatest length
-  int64_t running = 0;   // for all sequences that run at a time
-  int64_t most = 0;      // maximum that is of use
+  int64_t least = 0;     // minimum number with which the engine runs
+  int64_t sequence = 0;  // pages that one sequence of max_model_len tokens needs
+  int64_t running = 0;   // pages that max_num_seqs sequences need at a time
+  int64_t most = 0;      // maximum number that can be used
 };
 
 int64_t least_bytes(const std::vector<PageDemand>& groups);

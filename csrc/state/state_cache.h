@@ -30,15 +30,17 @@ class StateCache {
 
   // `max_entries`: tokens of a slot, those of a step in flight included.
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
-  void plan_pages(MemoryPlan& plan, const std::vector<int64_t>& num_pages);  // of each group
+  // num_pages of each group.
+  void plan_pages(MemoryPlan& plan, const std::vector<int64_t>& num_pages);
   int64_t page_bytes(int group) const;  // bytes of one page in all planes of all models
-  int64_t slot_bytes() const;           // bytes of one slot of all models, as in ModelState
+  int64_t slot_bytes() const;           // bytes of one slot in all models, as in ModelState
   void bind(const Context& ctx, const Arena& arena);
   void clear_slots(const Context& ctx);
-  void clear_pages(const Context& ctx);  // after the weights are loaded
+  void clear_pages(const Context& ctx);  // called after the weights are loaded
 
-  const int* page_table() const { return table_; }  // [slots, max_pages] device, of group 0
-  int max_pages() const { return max_pages_; }      // of one slot
+  // In device memory: [slots, max_pages] of group 0.
+  const int* page_table() const { return table_; }
+  int max_pages() const { return max_pages_; }  // maximum number of pages of one slot
   int num_slots() const { return num_slots_; }
   int num_groups() const { return static_cast<int>(groups_.size()); }
   const PageGroup& group(int group) const { return groups_.at(static_cast<size_t>(group)); }
@@ -69,7 +71,7 @@ class StateCache {
   void save_slot(const Context& ctx, int slot, char* host) const;
   void load_slot(const Context& ctx, int slot, const char* host) const;
   void retire(uint64_t num_done);
-  int num_retiring() const;  // of all groups
+  int num_retiring() const;  // number of retiring pages of all groups
   // A new sequence in `slot`.
   void reset(const Context& ctx, int slot) const;
 

@@ -26,16 +26,19 @@ namespace cpmcu {
 // masks. The arithmetic of a token that sees all blocks is that of dense attention if its entry is
 // below kMaxDenseEntries.
 struct BlockSelection {
-  Tensor words;        // [T, Hkv, words] uint64, bit b is block b; empty: all tokens see all blocks
-  int dense_len = 0;   // tokens at lower positions see all blocks, as in dense attention
-  int max_splits = 0;  // attention_decode: bounds the splits of a token (max_selected_splits)
+  // [T, Hkv, words] uint64: the token sees block b if bit b is set. Empty: all tokens see all
+  // blocks.
+  Tensor words;
+  int dense_len = 0;  // tokens at positions below it see all blocks, as in dense attention
+  // Upper bound of the splits of a token (max_selected_splits). attention_decode reads it.
+  int max_splits = 0;
 
   bool empty() const { return words.empty(); }
 };
 
 struct AttentionParams {
   Tensor out;  // [T, Hq * D]
-  Tensor qkv;  // [T, columns of the layout]; only q, after RoPE, is read
+  Tensor qkv;  // [T, columns of the layout]; only q is read, with RoPE applied
   QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
@@ -129,7 +132,7 @@ constexpr int64_t sparse_scratch_floats(int num_tokens, int num_heads, int head_
 
 // ---- the scratch of attention_prefill over an fp8 cache (fp8_copies.cuh)
 
-constexpr int kCopyEntries = 128;  // entries of a KV tile
+constexpr int kCopyEntries = 128;  // entries of a KV tile; a copy has whole KV tiles
 
 // Entries of a sequence and KV head.
 constexpr int fp8_pair_entries(int max_kv) {

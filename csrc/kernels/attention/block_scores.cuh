@@ -23,15 +23,18 @@ bool select_one_token(const Context& ctx, const SelectBlocksParams& params);
 
 namespace {
 
-constexpr int kHeads = 16;                          // query heads of an mma
-constexpr int kWarpKeys = 32;                       // compressed keys of a warp
-constexpr int kTileBlocks = kWarpKeys / kFineRows;  // blocks of a warp's fine keys
+constexpr int kHeads = 16;                          // query heads in one mma
+constexpr int kWarpKeys = 32;                       // compressed keys that one warp multiplies
+constexpr int kTileBlocks = kWarpKeys / kFineRows;  // blocks that the fine keys of a warp belong to
 
 // Scratch of a launch. A part is 128 coarse keys; num_heads is a multiple of 16.
 struct BlockScores {
-  float2* parts;  // [tokens, Hkv, num_parts, num_heads]: m and Z
-  float* scores;  // [tokens, Hkv, num_blocks]: the last of eight blocks lacks the f in firsts
-  float* firsts;  // [tokens, Hkv, num_blocks / 8]: f of the first fine key of each eight blocks
+  float2* parts;  // [tokens, Hkv, num_parts, num_heads]: m and Z of each part
+  // [tokens, Hkv, num_blocks]. Of every eight blocks, the last still lacks the f that `firsts`
+  // holds.
+  float* scores;
+  // [tokens, Hkv, num_blocks / 8]: f of the first fine key of each eight blocks.
+  float* firsts;
   int num_parts, num_heads, num_blocks;
 
   BlockScores(float* scratch, int num_tokens, int num_kv_heads, const BlockScoresShape& shape)
@@ -58,13 +61,13 @@ struct ScoreArgs {
   const T* fine;    // [pages, Hkv, 4, D]
   const T* coarse;  // [pages, Hkv, 1, D]
   float scale_log2;
-  int group;           // query heads of a KV head
+  int group;           // query heads that share a KV head
   int qkv_row;         // elements from one row of qkv to the next
   int q_head;          // elements from one query head to the next
-  bool keys_are_old;   // SelectBlocksParams
-  int first, end;      // tokens of this launch
-  int num_groups;      // groups of tokens of a sequence
-  int group_tokens;    // at most kMaxItems / head tiles
+  bool keys_are_old;   // as in SelectBlocksParams
+  int first, end;      // the tokens of this launch: [first, end)
+  int num_groups;      // groups of tokens in each sequence
+  int group_tokens;    // tokens in a group: at most kMaxItems / head tiles
   bool is_normalised;  // normalise_kernel has run
   SparseRule rule;
   BlockScores out;
@@ -76,8 +79,9 @@ struct ScoreConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
-  static constexpr int kKeys = kWarps * kWarpKeys;  // of a CTA
-  static constexpr int kMaxItems = kDim / 2;        // (token, 16 heads) of a CTA
+  static constexpr int kKeys = kWarps * kWarpKeys;  // compressed keys of a CTA
+  // Maximum number of items of a CTA; an item is 16 heads of a token.
+  static constexpr int kMaxItems = kDim / 2;
   static constexpr int kStages = 2, kStageItems = 4;
   static constexpr int kCtasPerSm = 3;
   static_assert(kKeys == kScorePart, "a part is the keys of a CTA");
@@ -89,9 +93,9 @@ struct ScoreSmem {
   using States = float2[Config::kMaxItems][Config::kWarps][kHeads];
   using Keys = SwizzledTile<T, Config::kKeys, Config::kDim>;
   static_assert(sizeof(States) <= sizeof(Keys), "states replace the keys");
-  Keys keys;  // until they are in registers; then the states of the coarse pass
+  Keys keys;  // once the keys are in registers, states of the coarse pass replace them
   SwizzledTile<T, kHeads, Config::kDim> queries[Config::kStages][Config::kStageItems];
-  float normalisers[Config::kMaxItems][kHeads];  // m + log2 Z
+  float normalisers[Config::kMaxItems][kHeads];  // m + log2 Z of each head
   int key_ends[Config::kMaxItems];               // keys that the item's token sees
 
   __device__ __forceinline__ States& states() { return reinterpret_cast<States&>(keys); }

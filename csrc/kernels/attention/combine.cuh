@@ -19,8 +19,8 @@ void attention_combine_before_fused_layer(const Context& ctx, const AttentionPar
 
 // The partial results in scratch.
 struct Partials {
-  float* acc;        // [splits, T * Hq, D], by dimension_at()
-  float2* states;    // [splits, T * Hq]: row maximum and sum
+  float* acc;        // [splits, T * Hq, D], dimensions in the order of dimension_at()
+  float2* states;    // [splits, T * Hq]: row maximum, and sum of probabilities
   int64_t num_rows;  // T * Hq
 
   __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)

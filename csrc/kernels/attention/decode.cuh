@@ -28,7 +28,7 @@ namespace {
 
 TRACED_FILE("attention");
 
-constexpr int kKvTile = 32;             // entries
+constexpr int kKvTile = 32;             // entries of a KV tile
 constexpr int kKvTileN8 = kKvTile / 8;  // mma columns of 8 entries
 constexpr int kWarpRows = 16;           // packed rows of an m16 tile
 
@@ -36,9 +36,9 @@ constexpr int kWarpRows = 16;           // packed rows of an m16 tile
 struct Chunk {
   Sequence seq;
   int kv_head;
-  int group;       // query heads of a KV head
-  int first;       // packed row
-  int num_packed;  // packed rows of the sequence
+  int group;       // query heads that share the KV head
+  int first;       // number of the chunk's first packed row
+  int num_packed;  // number of packed rows of the sequence
 
   template <typename T>
   __device__ __forceinline__ Chunk(const AttentionArgs<T>& args, int num_chunks, int num_rows)
@@ -54,7 +54,7 @@ struct Chunk {
 
 // The CTA split range: consecutive splits, and their entries.
 struct SplitRange {
-  int split;  // the first split
+  int split;  // number of the first split
   int entry_begin;
   int entry_end;
 };
@@ -128,14 +128,14 @@ __device__ __forceinline__ SplitRange split_range_of_cta(const AttentionArgs<T>&
 // thread computes the properties of one row.
 template <int kRows>
 struct PackedRows {
-  uint64_t masks[kRows];  // visible entries of the step
+  uint64_t masks[kRows];  // bit i is set if the row sees entry i of the step
   int window_begins[kRows];
-  int window_end;      // the windows of all rows include the entries from here on
-  int tokens[kRows];   // token of the sequence that the row belongs to
-  int ends[kRows];     // by_position: number of visible entries, without the window
+  int window_end;      // first entry that is inside the windows of all rows
+  int tokens[kRows];   // number of the row's token within its sequence
+  int ends[kRows];     // if by_position: number of entries that the row sees, without the window
   int queries[kRows];  // offset of the row's query in qkv; -1: the row does not exist
   int outs[kRows];     // row of out as [T * Hq, D]
-  int counts[kRows];   // number of splits; 0: the row does not exist
+  int counts[kRows];   // number of splits of the row; 0: the row does not exist
 
   template <bool kByPosition, int kDim, typename T>
   __device__ __forceinline__ void load(const AttentionArgs<T>& args, const Chunk& chunk) {

@@ -31,9 +31,10 @@ struct FewRowsConfig {
   static constexpr int kWarps = kDim <= 128 ? 4 : 2;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kWarpRows;
-  static constexpr int kRoundEntries = kWarps * kKvTile;  // one KV tile for each warp
-  static constexpr int kColumns = kDim / kWarps;          // dimensions that a warp sums
-  static constexpr int kCtasPerSm = kDim == 64 ? 4 : 2;   // resident on one SM
+  // Entries of a round, which has one KV tile for each warp.
+  static constexpr int kRoundEntries = kWarps * kKvTile;
+  static constexpr int kColumns = kDim / kWarps;  // dimensions of the output that a warp sums
+  static constexpr int kCtasPerSm = kDim == 64 ? 4 : 2;  // CTAs that fit on one SM
   static_assert(split_begin(1) % kRoundEntries == 0, "a round must lie in one split");
 };
 
@@ -44,17 +45,18 @@ struct FewRowsSmem {
   using KvTile = CacheTile<T, Config::kFp8, kKvTile, kDim>;
   union Keys {
     KvTile entries;
-    float4 acc[kDim / 8][32];  // probabilities * values of the KV tile; replaces the keys
+    // Sums of probability * value over the KV tile. They replace the keys.
+    float4 acc[kDim / 8][32];
   };
-  struct WarpBuffers {  // only its own warp fills them
-    Keys keys[2];       // of this round and the next
+  struct WarpBuffers {  // each warp fills only its own buffers
+    Keys keys[2];       // the keys of this round and of the next one
     KvTile values;
   };
   static_assert(sizeof(KvTile) == sizeof(Keys) || Config::kFp8);
   using Queries = SwizzledTile<T, Config::kRows, kDim>;
   static_assert(sizeof(Queries) <= sizeof(Keys), "the queries must fit a key buffer");
   WarpBuffers warps[Config::kWarps];
-  float2 states[Config::kWarps][Config::kRows];  // row maxima and sums of the KV tiles of a round
+  float2 states[Config::kWarps][Config::kRows];  // row maxima and sums of each KV tile of a round
   PackedRows<Config::kRows> packed;
 };
 

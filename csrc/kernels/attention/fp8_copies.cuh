@@ -12,13 +12,13 @@
 
 namespace cpmcu::cuda {
 
-constexpr int kCopyDim = 128;  // D
+constexpr int kCopyDim = 128;  // head size, D
 
 // The pairs of a round.
 struct Fp8Copies {
-  void* rows[2];     // keys and values: T [pairs, entries, D]
-  float* scales[2];  // [pairs, entries]
-  int entries;       // of a pair: a multiple of kCopyEntries
+  void* rows[2];     // keys and values as T: [pairs, entries, D]
+  float* scales[2];  // of keys and of values: [pairs, entries]
+  int entries;       // entries of a pair, a multiple of kCopyEntries
   int num_seqs, first_kv_head, num_kv_heads;
 
   // `seq` and `kv_head` are numbers within the round.

@@ -119,7 +119,7 @@ __device__ __forceinline__ void fetch_cache(Fp8Tile<T, kRows, kDim>& tile,
 template <typename T, typename Tile>
 struct Fp8Keys {
   uint32_t address;
-  uint32_t codes[4];  // of a chunk of 32 entries
+  uint32_t codes[4];  // the lane's e4m3 codes of 32 entries
 
   // Entries [16 * n16, 16 * n16 + 16) as columns, as load_fragment_keys. For each k16, n16 ascends.
   __device__ __forceinline__ void operator()(uint32_t (&k)[4], int n16, int k16) {
@@ -133,7 +133,7 @@ struct Fp8Keys {
 template <typename T, typename Tile>
 struct Fp8Values {
   uint32_t address;
-  uint32_t codes[4];  // of a chunk of 32 entries
+  uint32_t codes[4];  // the lane's e4m3 codes of 32 entries
 
   // Dimensions [16 * n16, 16 * n16 + 16) as columns, as load_fragment_values. For each n16, k16
   // ascends.

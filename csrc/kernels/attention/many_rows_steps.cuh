@@ -19,7 +19,8 @@ struct ManyRowsConfig {
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // output dimensions of a warp
-  static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
+  // Warps with the same rows, each with other dimensions.
+  static constexpr int kColumnWarps = kDim / kColumns;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64; 32 if D = 256
@@ -28,7 +29,8 @@ struct ManyRowsConfig {
   static constexpr int kCtasPerSm = 2;
   // A tree may begin anywhere in a tile.
   static constexpr int kTreeTiles = kMaxTreeSize / kStageEntries + 1;
-  static constexpr bool kMerges = kDim <= 128;  // merging of split groups; uses the last stage
+  // Split groups can be merged; this takes the last stage.
+  static constexpr bool kMerges = kDim <= 128;
   static_assert(kTreeTiles <= kStages - kMerges, "the whole tree must fit shared memory");
   static_assert(kPageSize % kStageEntries == 0, "a stage tile must lie in one page");
 };
@@ -44,7 +46,7 @@ struct ManyRowsSmem {
   static_assert(sizeof(Queries) <= sizeof(Stage), "the queries must fit a stage");
   Stage stages[Config::kStages];
   PackedRows<Config::kRows> packed;
-  Chunk chunk;  // used by the tree phase
+  Chunk chunk;  // only the tree phase reads it
   uint8_t paths[Config::kThreads / 32]
                [kMaxTreeSize];  // for each warp: the ancestors of a token in order
 
@@ -159,8 +161,8 @@ __device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&sc
 template <typename Config>
 struct AncestorEntries {
   using StageTile = typename ManyRowsSmem<Config>::StageTile;
-  uint32_t key[kKvTile / 16], value[kKvTile / 16];  // a lane's addresses for ldmatrix
-  float key_scale, value_scale;                     // fp8 only: of entry `lane` of the tile
+  uint32_t key[kKvTile / 16], value[kKvTile / 16];  // addresses that the lane passes to ldmatrix
+  float key_scale, value_scale;  // fp8 only: the scales of entry `lane` of the tile
 
   // For the token of packed row p. look_up(entry, use) calls use(stage, row) for an entry's place.
   template <typename LookUp>

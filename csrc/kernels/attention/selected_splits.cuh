@@ -11,15 +11,17 @@
 
 namespace cpmcu::cuda {
 
-void sparse_decode(const Context& ctx, const AttentionParams& params);   // as attention_splits
-void sparse_prefill(const Context& ctx, const AttentionParams& params);  // from dense_len on
+// Does the work of attention_splits.
+void sparse_decode(const Context& ctx, const AttentionParams& params);
+// For tokens from position dense_len on.
+void sparse_prefill(const Context& ctx, const AttentionParams& params);
 // sparse_decode for sequences with one token each and at most 16 query heads of a KV head.
 void sparse_one_token(const Context& ctx, const AttentionParams& params);
 // sparse_prefill for heads of 128 on Hopper.
 void sparse_prefill_sm90(const Context& ctx, const AttentionParams& params);
 
 constexpr int kMaxWords = selection_words(kMaxSparseEntries);
-constexpr int kSplitBlocks = 2;  // of a token
+constexpr int kSplitBlocks = 2;  // blocks in one split of a token
 static_assert(kSplitBlocks * kPageSize == split_begin(1), "the splits of dense attention");
 
 void check_selected(const AttentionParams& params);
@@ -68,8 +70,8 @@ __device__ __forceinline__ uint64_t bits_between(uint64_t word, int first, int e
 struct LaneWords {
   static_assert(kMaxWords <= 64, "a lane has two words");
   uint64_t words[2];
-  int before;  // blocks in the words of lower lanes
-  int count;   // blocks of the token
+  int before;  // number of blocks in the words of lower lanes
+  int count;   // number of blocks that the token sees
 
   __device__ __forceinline__ LaneWords(const uint64_t* from, int num_words) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

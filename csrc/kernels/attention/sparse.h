@@ -35,7 +35,7 @@
 namespace cpmcu {
 
 constexpr int kFineStride = 16, kFineTokens = 32;
-constexpr int kFineRows = kPageSize / kFineStride;  // of a page
+constexpr int kFineRows = kPageSize / kFineStride;  // fine compressed keys of a page
 constexpr int kCoarseTokens = 128;
 
 // Maximum number of tokens of a sequence on CUDA. The registers of select_blocks hold the scores of
@@ -43,10 +43,11 @@ constexpr int kCoarseTokens = 128;
 constexpr int kMaxSparseEntries = 1 << 18;
 
 struct SparseRule {
-  int init_blocks = 1;     // at most topk
-  int window_size = 2048;  // tokens: a multiple of 64, at least 128
-  int topk = 64;           // blocks of a query outside its window
-  int dense_len = 8192;    // tokens
+  int init_blocks = 1;  // first blocks that every query sees, at most topk
+  // Tokens before a query whose blocks it sees: a multiple of 64, at least 128.
+  int window_size = 2048;
+  int topk = 64;         // blocks that are chosen outside the window
+  int dense_len = 8192;  // tokens at positions below it see all blocks
 };
 
 inline void check_rule(const SparseRule& rule) {
@@ -67,8 +68,9 @@ struct CompressedKeys {
 
 // The planes of one layer.
 struct LayerKeys {
-  Tensor k_cache;     // [pages, Hkv, 64, D]
-  Tensor k_scales{};  // [pages, Hkv, 64, 1] float32: the cache is fp8, as in rotary_kv; or empty
+  Tensor k_cache;  // [pages, Hkv, 64, D]
+  // [pages, Hkv, 64, 1] float32 scales of an fp8 cache, as in rotary_kv; or empty.
+  Tensor k_scales{};
   CompressedKeys compressed;
 };
 
@@ -77,7 +79,7 @@ struct LayerKeys {
 // counts the cached tokens before a prefill step, and after the acceptance of a decode step.
 struct CompressKeysParams {
   std::vector<LayerKeys> layers;         // at least one; all have the same shapes and dtypes
-  const int* accepted_counts = nullptr;  // [slots]
+  const int* accepted_counts = nullptr;  // [slots] numbers of accepted tokens; null: a prefill step
   StepTokens tokens;
 };
 REGISTER_OP(compress_keys, CompressKeysParams)
@@ -88,8 +90,10 @@ constexpr int64_t selection_words(int max_kv) {
 }
 
 // The scratch of select_blocks on CUDA, for each token and KV head.
-constexpr int kScorePart = 128;         // coarse keys of a part of a normaliser
-constexpr int kMaxScoredTokens = 1024;  // tokens of one launch; more tokens take several launches
+// Coarse keys of one part; each part of m and Z is summed by itself.
+constexpr int kScorePart = 128;
+// Maximum number of tokens of a launch; more tokens take several launches.
+constexpr int kMaxScoredTokens = 1024;
 
 struct BlockScoresShape {
   int num_parts, num_heads, num_blocks;
@@ -113,7 +117,7 @@ constexpr int64_t select_scratch_floats(int num_tokens, int num_heads, int num_k
 // The memory in which CTAs of one launch send each other results, for steps of one token of each
 // sequence. More rows (sequences times KV heads) take several launches.
 constexpr int64_t kSelectMessageBytes =
-    16 + kMaxSparseEntries / kPageSize / 32 * int64_t{16 * 16 + 32 * 8 + 8};  // of a row
+    16 + kMaxSparseEntries / kPageSize / 32 * int64_t{16 * 16 + 32 * 8 + 8};  // bytes of one row
 constexpr int kMaxMessageRows = 16;
 constexpr int64_t select_memory_bytes(int num_seqs, int num_kv_heads) {
   const int rows = num_seqs * num_kv_heads;
@@ -121,8 +125,8 @@ constexpr int64_t select_memory_bytes(int num_seqs, int num_kv_heads) {
 }
 
 struct SelectBlocksParams {
-  Tensor selection;  // [T, Hkv, words] uint64, out: bit b is block b
-  Tensor qkv;        // [T, columns of the layout]; only q, after RoPE, is read
+  Tensor selection;  // [T, Hkv, words] uint64, out: bit b is set if block b is chosen
+  Tensor qkv;        // [T, columns of the layout]; only q is read, with RoPE applied
   QkvLayout layout{};
   CompressedKeys keys;
   float scale = 1;

@@ -36,12 +36,12 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 template <typename T>
 struct AttentionArgs {
   T* out;                 // [T, Hq * D]
-  const T* qkv;           // [T, qkv_row]
+  const T* qkv;           // [T, qkv_row]; only q is read
   const T* k_cache;       // [pages, Hkv, 64, D]
   const T* v_cache;       // [pages, Hkv, 64, D]
-  float* scratch;         // attention_decode only
-  const float* k_scales;  // [pages, Hkv, 64], of e4m3 codes; null: the caches hold T
-  const float* v_scales;  // [pages, Hkv, 64]
+  float* scratch;         // partial results; attention_decode only
+  const float* k_scales;  // [pages, Hkv, 64] scales of e4m3 codes; null: the caches hold T
+  const float* v_scales;  // [pages, Hkv, 64] scales of the values, or null
   float scale_log2;       // scale * log2(e): softmax in base 2
   int num_heads;          // Hq
   int num_kv_heads;       // Hkv
@@ -49,20 +49,22 @@ struct AttentionArgs {
   int q_head;             // elements from one query head to the next
   int window;
   bool by_position;
-  int merge_from;  // attention_decode only: see merges_from() of combine.cuh
+  int merge_from;  // attention_decode only: the result of merges_from() in combine.cuh
   StepTokens tokens;
-  const uint64_t* selection;  // [T, Hkv, selection_words]; null: all tokens see all blocks
+  // [T, Hkv, selection_words] bits of the blocks that tokens see; null: all.
+  const uint64_t* selection;
   int selection_words;
-  int end_position;    // attention_prefill: results of tokens from here on are not needed
+  int end_position;    // attention_prefill: results of tokens from this position on are not needed
   const float* sinks;  // [Hq]; only kernels with kSinks read it
 };
 
 struct Sequence {
   int slot;
-  int token_begin;  // first token of the sequence among T
+  int token_begin;  // number of the sequence's first token among the T of the step
   int num_tokens;
-  int length;       // all tokens see the entries below; masks or causality decide on the others
-  int first_entry;  // entry of the first token
+  // All tokens see the entries below `length`. Masks or causality decide on the others.
+  int length;
+  int first_entry;  // entry of the sequence's first token in this launch
   __device__ int end() const { return first_entry + num_tokens; }
 };
 
@@ -241,7 +243,7 @@ __device__ __forceinline__ float quad_sum(float v) {
 template <int kDim>
 struct RowTile {
   float row_max[2];        // rounded up; -inf: no entry seen yet
-  float sum[2];            // this lane's part of the sum of probabilities
+  float sum[2];            // the lane's part of the sum of probabilities
   float acc[kDim / 8][4];  // sums of probability * value
 
   __device__ __forceinline__ void clear() {

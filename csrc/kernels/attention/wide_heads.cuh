@@ -15,8 +15,9 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kWideDim = 512;
-constexpr int kSliceDim = 128, kSlices = kWideDim / kSliceDim;  // a slice for each warp
-constexpr int kWideTile = 32;                                   // entries of a KV tile
+// Each warp has a slice of the dimensions.
+constexpr int kSliceDim = 128, kSlices = kWideDim / kSliceDim;
+constexpr int kWideTile = 32;  // entries of a KV tile
 
 template <typename T, bool kFp8>
 using SliceTile = CacheTile<T, kFp8, kWideTile, kSliceDim>;

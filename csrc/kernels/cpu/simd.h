@@ -60,7 +60,7 @@ void add_scaled_rows(const float* p, const bf16* w, int64_t num_rows, int64_t le
 // accumulators are kStripSums floats in fragment order; strip_row adds those of one row.
 constexpr int kStripRows = 32;
 constexpr int kStripSums = 256;
-constexpr int kFragmentFloats = 256;  // one row of x, 128 k
+constexpr int kFragmentFloats = 256;  // 128 inputs (k) of one row of x
 // Writes x [k], padded with zeros to 128, in the order in which add_int4_strip reads it.
 void strip_fragments(const float* x, int64_t k, float* out);
 // sums[m] += scale[row] * sum over k of (q - 8) * x[m, k], for the 128 k of a strip. Rows x[m] are

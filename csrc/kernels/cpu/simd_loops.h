@@ -23,7 +23,7 @@ inline float widen(fp16 x) {
 // every tiling and instruction set gives the same bits (but for fused multiply-adds).
 constexpr int kLanes = 16;
 #ifdef CPMCU_SIMD_F16C
-constexpr int kWidth = 8;  // lanes in a register
+constexpr int kWidth = 8;  // floats in a register
 #else
 constexpr int kWidth = 4;
 #endif
@@ -84,7 +84,7 @@ template <typename V>
 template <int kX, int kW, typename T>
 [[gnu::always_inline]] inline void dot_tile(const float* x, const T* const* w, int64_t length,
                                             float (*out)[kW]) {
-  constexpr int kVectors = 4 / sizeof(T);  // in 64 bytes of w
+  constexpr int kVectors = 4 / sizeof(T);  // registers that hold 64 bytes of w
   constexpr int kStep = kVectors * kLanes, kParts = 8 / (kX * kW);
   const int64_t whole = length / kStep * kStep;
   alignas(64) float lanes[kX][kW][kLanes];
@@ -191,20 +191,22 @@ void add_int4_strip(const uint32_t* __restrict__ words, const float* __restrict_
                     const float* __restrict__ x, int64_t x_stride, int64_t num_x,
                     float* __restrict__ sums) {
   for (int g = 0; g < 8; ++g) {
-    float low_scales[16], high_scales[16];  // of nibbles 0, 2, 4, 6 and of 1, 3, 5, 7
+    // Scales of nibbles 0, 2, 4, 6 and of nibbles 1, 3, 5, 7.
+    float low_scales[16], high_scales[16];
 #pragma omp simd
     for (int j = 0; j < 16; ++j) {
       low_scales[j] = j % 2 ? scales[16 + g] : scales[g];
       high_scales[j] = j % 2 ? scales[24 + g] : scales[8 + g];
     }
-    alignas(64) float w[4][8][16];  // of 128 k
+    alignas(64) float w[4][8][16];  // weights of 128 k
     for (int step = 0; step < 4; ++step) {
       const uint32_t* row = words + 128 * step + 16 * g;
       for (int i = 0; i < 8; ++i) {
 #pragma omp simd
         for (int j = 0; j < 16; ++j) {
           const uint32_t top = (row[j] ^ 0x88888888u) << (28 - 4 * i);
-          w[step][i][j] = static_cast<float>(static_cast<int32_t>(top) >> 28);  // q - 8
+          // The nibble as a number: q - 8.
+          w[step][i][j] = static_cast<float>(static_cast<int32_t>(top) >> 28);
         }
       }
     }

@@ -23,7 +23,7 @@ constexpr int kTileFloats = kDim * kTile;
 // q or k of a token in shared memory. Channel 32 m + 8 i + g is at 36 m + 4 g + i: a lane loads its
 // channels as four float4. Neither these loads nor the stores of store_key have bank conflicts.
 constexpr int kKeyFloats = 4 * 36;
-constexpr int kProductAt = 32;  // k^T q, in a gap of q
+constexpr int kProductAt = 32;  // place of k^T q, in a gap between the channels of q
 
 // Stores channels 4 lane .. 4 lane + 3.
 __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int lane) {
@@ -34,9 +34,9 @@ __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int l
 
 // A token in shared memory.
 struct Prepared {
-  const float* keys;     // q and then k; k^T q is in the gap behind 32 channels of q
-  const float* columns;  // v of the warp's columns
-  const float2* gates;   // decay, beta
+  const float* keys;     // q, then k; k^T q is in the gap behind 32 channels of q
+  const float* columns;  // v of the columns that the warp has
+  const float2* gates;   // decay and beta
 };
 
 // The numbers of a token that one lane reads.
@@ -71,7 +71,7 @@ __device__ __forceinline__ float xor_sum(float v, int distance) {
 // The terms of a token's o before the sum over lanes. In a step, that sum is computed while the
 // next token waits for its own sums.
 struct OutputParts {
-  float kept, given;  // b of the lane's column and of the other one
+  float kept, given;  // the lane's terms of b: of its own column, and of the other one of its pair
   float decay, d, kq;
 
   // o of column 2 (lane / 8) + lane % 2 of the tile.

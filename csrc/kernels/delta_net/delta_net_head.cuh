@@ -15,13 +15,13 @@ template <typename T, int kSplit, bool kCommits>
 struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
-  static constexpr int kV = kWidth / 32;                    // channels of v in a lane of a prompt
-  static constexpr int kWarps = kHeadWarps / kSplit;        // warps that own columns of S
-  static constexpr bool kSpecial = kCommits && kSplit > 1;  // eight more warps prepare tokens
+  static constexpr int kV = kWidth / 32;              // channels of v that a lane of a prompt has
+  static constexpr int kWarps = kHeadWarps / kSplit;  // warps that own columns of S
+  static constexpr bool kSpecial = kCommits && kSplit > 1;  // eight more warps prepare the tokens
   static constexpr int kProducers = kSpecial ? 8 : kWarps;
   static constexpr int kFirstProducer = kSpecial ? kWarps : 0;
   static constexpr int kThreads = 32 * (kFirstProducer + kProducers);
-  static constexpr int kStage = kSplit > 1 ? 32 : 16;  // tokens of a stage of a prompt
+  static constexpr int kStage = kSplit > 1 ? 32 : 16;  // tokens in one stage of a prompt
   // v and outputs: four columns in a lane, kTokens tokens in a warp.
   static constexpr int kTokenLanes = kWidth / 4;
   static constexpr int kTokens = 32 / kTokenLanes;
@@ -30,7 +30,7 @@ struct Head {
   Memory& shared;
   Exchange<Memory> exchange;
   int part, head, key_head, slot;
-  int64_t at;  // of the slot's head
+  int64_t at;  // index of the head in [slots, Hv]
   int warp, lane;
   Places places;
   // The first token of the sequence.
@@ -94,9 +94,9 @@ struct Head {
   // ---- weights
 
   struct Weights {
-    float q[4][kConvTaps], k[4][kConvTaps];  // of the convolution
-    float rate, bias;                        // exp(A_log) and dt_bias
-    float norm[4];                           // of the lane's columns of the outputs
+    float q[4][kConvTaps], k[4][kConvTaps];  // convolution weights of the lane's channels
+    float rate, bias;                        // exp(A_log) and dt_bias of the head
+    float norm[4];                           // norm weights of the lane's output columns
   };
   __device__ __forceinline__ void load_weights(Weights& w) const {
     const int keys = args.num_key_heads * kDim;

@@ -18,11 +18,11 @@ constexpr int kExchangeOfKeys = 1;
 
 // Rows of shared memory.
 struct Capacity {
-  int rows;     // tokens that are prepared
-  int raws;     // raw tokens behind the window
-  int outputs;  // tokens whose o is kept
-  int squares;  // tokens whose sums of squares are kept, a multiple of 4
-  int copies;   // of S, for a tree
+  int rows;     // rows for prepared tokens
+  int raws;     // rows for raw tokens, behind the three of the window
+  int outputs;  // rows for the o of tokens
+  int squares;  // rows for sums of squares of tokens, a multiple of 4
+  int copies;   // copies of S, for the branches of a tree
 };
 
 template <typename T>
@@ -55,7 +55,7 @@ struct Raw {
 
 // Columns of the head's projections.
 struct Places {
-  int q, k, v, z, b, a;  // v and z: of the CTA's columns
+  int q, k, v, z, b, a;  // v and z: the first of the CTA's own columns
 };
 
 // The tokens that a CTA prepares: those of the step, or accepted ones. Both run the same code, so
@@ -63,10 +63,10 @@ struct Places {
 template <typename T>
 struct Source {
   const T *rows, *gates;
-  int row, gates_row;  // elements
+  int row, gates_row;  // elements from one token to the next, in `rows` and `gates`
   Places places;
-  const int* nodes;         // the pending token of each accepted one
-  const uint32_t* windows;  // of a tree's nodes
+  const int* nodes;         // the pending token of each accepted one; read unless is_step
+  const uint32_t* windows;  // window_of each node of a tree; null: the tokens follow one another
   bool is_step;
 
   __device__ __forceinline__ int node(int i) const { return is_step ? i : nodes[i]; }
@@ -79,22 +79,24 @@ struct Source {
 template <typename T, int kCtas>
 struct Shared {
   static constexpr int kSplit = kCtas;
-  static constexpr int kWidth = kDim / kSplit;            // columns of v
-  static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
+  static constexpr int kWidth = kDim / kSplit;  // columns of v that the CTA has
+  // Columns of q and k, and the CTA's columns of v.
+  static constexpr int kWindowWidth = 2 * kDim + kWidth;
   // Sums of squares of a token's o. In a cluster each sum is over 32 columns. So clusters of two
   // and of four CTAs, in prompts and steps, give the same bits.
   static constexpr int kParts = kSplit > 1 ? 4 : 1;
 
   TreePlan* tree;
-  uint64_t* barriers;  // [kExchanges]: the data of all CTAs of the head has arrived
-  float* keys;         // [rows, 2, kKeyFloats] q and k
-  float* v;            // [rows, kWidth]
-  float* o;            // [outputs, kWidth]
-  float* copies;       // [copies, warps, kTileFloats]
-  float* squares;      // [kSplit, squares, kParts / kSplit] sums of squares of o from each CTA
-  T* window;           // [3 + raws, kWindowWidth] raw tokens: 3 before the step, then the step's
-  float2* gates;       // [rows] decay, beta
-  int num_squares;     // Capacity::squares
+  // [kExchanges]: a barrier completes when the data of all CTAs of the head have arrived.
+  uint64_t* barriers;
+  float* keys;      // [rows, 2, kKeyFloats]: q and k
+  float* v;         // [rows, kWidth]
+  float* o;         // [outputs, kWidth]
+  float* copies;    // [copies, warps, kTileFloats]
+  float* squares;   // [kSplit, squares, kParts / kSplit] sums of squares of o from each CTA
+  T* window;        // [3 + raws, kWindowWidth] raw tokens: 3 before the step, then the step's
+  float2* gates;    // [rows]: decay and beta
+  int num_squares;  // equal to Capacity::squares
 
   __device__ __forceinline__ Shared(char* memory, const Capacity& capacity)
       : num_squares(capacity.squares) {

@@ -31,8 +31,8 @@
 
 namespace cpmcu {
 
-constexpr int kConvTaps = 4;        // of the convolution, the token itself included
-constexpr int kDeltaTileWidth = 8;  // columns of a tile of S
+constexpr int kConvTaps = 4;        // tokens that the convolution reads, the token itself included
+constexpr int kDeltaTileWidth = 8;  // columns of S in one tile
 
 // First column of head 0, and columns from one key head to the next. Value heads of one key head
 // are adjacent.
@@ -46,7 +46,7 @@ struct HeadColumns {
 //   separate   qkvz [q heads | k heads | v heads | z heads], ba [b heads | a heads]
 //   fused      a group for each key head: qkvz [q, k, v…, z…], ba [b…, a…] (Qwen3-Next)
 struct DeltaLayout {
-  int qkvz_row = 0;  // columns of qkvz
+  int qkvz_row = 0;  // number of columns of a row of qkvz
   int ba_row = 0;
   HeadColumns q{}, k{}, v{}, z{}, b{}, a{};
 };
@@ -94,19 +94,21 @@ struct GatedDeltaNetParams {
   Tensor ba;    // [T, 2 Hv]
   DeltaShape shape;
   DeltaLayout layout;
-  Tensor conv_weight;  // [2 Hk Dk + Hv Dv, 4]: channels q, k, v in the order of heads
+  // [2 Hk Dk + Hv Dv, 4]: the channels of q, k and v, each in the order of heads.
+  Tensor conv_weight;
   Tensor a_log;        // [Hv] float32
   Tensor dt_bias;      // [Hv] float32
   Tensor norm_weight;  // [Dv]
   float norm_eps = 1e-6f;
   // The state of the slots. S is stored in tiles of 8 columns.
-  Tensor state;    // [slots, Hv, Dv / 8, Dk * 8] float32
-  Tensor window;   // [slots, Hv, 3, 2 Dk + Dv]: raw q, k, v of the last 3 folded tokens
-  Tensor pending;  // [slots, Hv, most tokens of a decode step, pending_width]
-  Tensor folded;   // [slots, Hv] int32
+  Tensor state;   // [slots, Hv, Dv / 8, Dk * 8] float32
+  Tensor window;  // [slots, Hv, 3, 2 Dk + Dv]: raw q, k, v of the last 3 tokens in S
+  // [slots, Hv, most tokens of a decode step, pending_width]: the last decode step's projections.
+  Tensor pending;
+  Tensor folded;  // [slots, Hv] int32: number of tokens that S contains
   // The accepted tokens of each slot's last step; empty: no slot has pending tokens.
   Accepted accepted;
-  bool commits = false;  // a prefill: all tokens are folded at once, and there are no parents
+  bool commits = false;  // a prefill: S takes up all tokens at once, and there are no parents
   StepTokens tokens;
 };
 

@@ -16,7 +16,7 @@ template <typename T, int kTiles, int kGroups>
 __device__ __forceinline__ void accumulate_dense(float (&sums)[kTiles][kGroups][4], uint32_t rows,
                                                  const uint32_t (&weights)[kTiles],
                                                  const LaneRows<kGroups>& lane_rows) {
-  uint32_t x[2][kGroups][2];  // two k steps of 16
+  uint32_t x[2][kGroups][2];  // operands B of two k steps of 16
 #pragma unroll
   for (int step = 0; step < kDenseK / 16; ++step) {
     uint32_t r[4];

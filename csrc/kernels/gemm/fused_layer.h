@@ -34,8 +34,9 @@ namespace cpmcu {
 constexpr int kMaxFusedGemms = 4;
 // Bytes of FusedLayerParams::memory that hold state; the rest holds partial sums.
 constexpr int kFusedStateBytes = 256 * 1024;
-constexpr int kMaxFusedCtas = 192;  // at least the SMs of the largest chip
-constexpr int kMaxFusedRows = 128;  // of a launch on Hopper; 64 elsewhere and for other layouts
+constexpr int kMaxFusedCtas = 192;  // maximum number of CTAs, one for each SM of the largest chip
+// Maximum number of rows of a launch on Hopper. It is 64 elsewhere and for other layouts.
+constexpr int kMaxFusedRows = 128;
 // Up to this many groups of 8 rows, each fragment of partial sums carries its own ready flag. For
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
 constexpr int kMaxFlaggedGroups = 2;
@@ -45,15 +46,19 @@ constexpr int64_t kFusedSumBytes = int64_t{kMaxFusedCtas} * kPackedRows * 8 * 4;
 struct FusedGemm {
   Tensor y;               // [M, N] (gated: [M, N / 2])
   Tensor x;               // [M, K]
-  PackedWeight packed{};  // W in weight blocks, or
-  Tensor w{};             // W in 16 bits: [N, K], x's dtype
+  PackedWeight packed{};  // W in weight blocks; empty if `w` is given
+  Tensor w{};             // W in 16 bits: [N, K], x's dtype; empty if `packed` is given
   bool gated = false;     // rows [0, N / 2) of W are gate, the others up
-  float alpha = 1;        // as in GemmParams; 1 if gated
+  float alpha = 1;        // factor of x W^T, as in GemmParams; 1 if gated
   float beta = 0;
-  Tensor part{};         // [M, N], y's dtype: scratch of a GEMM divided among ranks; empty: whole
-  Tensor bias{};         // [1, N], y's dtype; empty: none. Not with a norm, gate or rotary_kv
-  Tensor scratch{};      // fallback only: packed_gemm's scratch, or [M, N] for a gated 16-bit W
-  Tensor normed{};       // [M, N]; empty: no norm
+  // [M, N], y's dtype: scratch of a GEMM that is divided among ranks. Empty: the GEMM is not
+  // divided.
+  Tensor part{};
+  // [1, N], y's dtype; empty: no bias. A bias excludes a norm, a gate and rotary_kv.
+  Tensor bias{};
+  // Used if the kernel does not run: packed_gemm's scratch, or [M, N] for a gated 16-bit W.
+  Tensor scratch{};
+  Tensor normed{};       // [M, N]: the norm of y; empty: no norm
   Tensor norm_weight{};  // [N]
   float norm_eps = 0;
   float norm_offset = 0;  // added to norm_weight
@@ -68,15 +73,15 @@ struct FusedGemm {
 struct FusedForm {
   PackedWeight packed{};
   Tensor w{};
-  Tensor scratch{};  // of packed_gemm, for the launches one by one
-  Tensor memory{};   // FusedLayerParams::memory
+  Tensor scratch{};  // scratch of packed_gemm, for launches that are not fused
+  Tensor memory{};   // `memory` of FusedLayerParams
 };
 
 // The forms of W that the kernel reads on a device.
 enum class FusedForms {
-  kNone,      // the kernel does not run
+  kNone,      // none: the kernel does not run
   kFourBits,  // 4-bit layouts
-  kAll,       // all layouts, and 16 bits
+  kAll,       // all layouts of weight blocks, and 16-bit W
 };
 // Whether the kernel reads this layout of weight blocks. It has no instances for int4 by 16, which
 // few checkpoints have.
@@ -93,8 +98,9 @@ constexpr int kMaxFollowing = 2;
 
 struct FusedLayerParams {
   std::vector<FusedGemm> gemms;  // 1 to kMaxFusedGemms
-  RotaryKvParams rotary{};       // after the last GEMM; qkv empty: none
-  AttentionParams attention{};   // before the first GEMM; out empty: none
+  RotaryKvParams rotary{};       // runs after the last GEMM; if its qkv is empty, it does not run
+  // Runs before the first GEMM; if its `out` is empty, it does not run.
+  AttentionParams attention{};
   // The first weights of the next fused layer launch, which the kernel may prefetch to L2. At most
   // kMaxFollowing.
   std::vector<PackedWeight> following{};

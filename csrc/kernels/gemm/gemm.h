@@ -38,7 +38,7 @@ struct GemmParams {
   Tensor w;  // [N, K], dtype of x
   float alpha = 1;
   float beta = 0;        // 0: y is not read
-  int64_t y_stride = 0;  // elements between rows of y; 0: N
+  int64_t y_stride = 0;  // elements from one row of y to the next; 0: N
 };
 
 inline void check_gemm(const GemmParams& p) {
@@ -83,7 +83,7 @@ struct NormedGemmParams {
   Tensor y;            // [M, N]
   Tensor x;            // [M, K], K a multiple of 8
   Tensor w;            // [N, K]
-  Tensor norm_weight;  // [K]; all of one dtype
+  Tensor norm_weight;  // [K]; y, x, w and norm_weight have one dtype
   float norm_eps = 1e-6f;
   float norm_offset = 0;  // 1: the weights are zero-centred
 };

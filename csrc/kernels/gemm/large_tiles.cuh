@@ -78,7 +78,7 @@ __device__ __forceinline__ void run_large(const Ring& ring, F produce, G multipl
   ptx::cluster_wait();
 }
 
-constexpr int kStageK = 64;  // k of a stage of dense weights
+constexpr int kStageK = 64;  // columns (k) of dense weights in one stage
 
 // The sums of a warpgroup: its 64 rows of W times the rows of x, over `k_blocks` stages from
 // `stage` on. A stage is released once the next stage's wgmma group is issued.
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_stages(float (&sums)[kGroups][4], const
 // The order of a cluster's tiles: for each tile of W up to kTogether tiles of x, which stay in L2.
 struct LargeTiles {
   static constexpr int kTogether = 16;
-  int of_w, of_x;  // number of tiles
+  int of_w, of_x;  // number of tiles of W, and of tiles of x
 
   struct Place {
     int w, x;
@@ -144,18 +144,19 @@ __device__ __forceinline__ float2 unpack2(uint32_t v) {
   }
 }
 
-constexpr int kLargeRowBytes = 128;  // shared memory of a row of y: up to 64 columns
+// Bytes of shared memory for a row of y, which has up to 64 columns.
+constexpr int kLargeRowBytes = 128;
 
 // Stores a warpgroup's wgmma sums of 64 rows of W x 8 kGroups rows of x. The sums pass through
 // `shared` (kLargeRowBytes for each row of x), so that each lane stores 16 bytes of a row of y. All
 // threads of the warpgroup synchronise before `shared` is written and after it is read.
 template <typename T>
 struct LargeOut {
-  T* y;  // [m, width], rows `stride` apart; both are multiples of 8
+  T* y;  // [m, width]; width and stride are multiples of 8
   int width;
   int64_t stride;
   int m;
-  bool reads;  // whether update() needs the old y
+  bool reads;  // update() needs the old y
 
   __device__ __forceinline__ LargeOut(void* y, int width, int64_t stride, int m, bool reads)
       : y(static_cast<T*>(y)), width(width), stride(stride), m(m), reads(reads) {}

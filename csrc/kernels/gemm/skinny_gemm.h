@@ -10,11 +10,11 @@ struct SkinnyArgs {
   const void* x;  // [M, K]
   const void* w;  // [N, K]
   int m, n, k;
-  int64_t y_stride;  // elements
+  int64_t y_stride;  // elements from one row of y to the next
   float alpha, beta;
 };
 
-constexpr int kMaxTallRows = 128;  // of x, a launch of a tall GEMM
+constexpr int kMaxTallRows = 128;  // maximum number of rows of x in a launch of a tall GEMM
 // Whether code for other targets than sm_90a has tall GEMMs; false only for measurements.
 constexpr bool kHasPortableTall = true;
 

@@ -11,7 +11,8 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = kMaxSkinnyRows;
-constexpr int kRingBytes = 226 * 1024;  // Hopper: of the 227 KB that a CTA may have
+// Bytes of stages on Hopper, of the 227 KB that a CTA may have.
+constexpr int kRingBytes = 226 * 1024;
 
 // Bytes of the stages of a CTA in portable code without clusters. A CTA takes nearly all shared
 // memory of an SM: 98 KB on GeForce cards, 162 KB on an A100. kFillsSharedMemory false: 98 KB

@@ -17,9 +17,9 @@ struct BlockConvParams {
   Tensor base;   // [width, H] same dtype as x
   Tensor delta;  // [T, columns] same dtype as x
   int first = 0;
-  int group = 0;      // divides H
-  int num_rows = 0;   // of a block, at least width
-  bool adds = false;  // out += y
+  int group = 0;      // columns that share a number of delta; divides H
+  int num_rows = 0;   // number of rows of a block, at least width
+  bool adds = false;  // adds y to out, instead of overwriting out
 };
 
 inline void check_block_conv(const BlockConvParams& p) {

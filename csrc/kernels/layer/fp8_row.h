@@ -47,8 +47,8 @@ CPMCU_HOST_DEVICE inline uint32_t magnitude_bits(float x) {
 }
 
 struct Fp8Scale {
-  float scale;    // of the row: multiplies its codes
-  float inverse;  // multiplies numbers before to_e4m3
+  float scale;    // factor of the row's codes
+  float inverse;  // factor of the row's numbers before to_e4m3
 
   // `bits`: the maximum of magnitude_bits of the row. Numbers below 2^-100 become 0.
   CPMCU_HOST_DEVICE explicit Fp8Scale(uint32_t bits) {

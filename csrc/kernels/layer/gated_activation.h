@@ -15,7 +15,8 @@ enum class Activation { kSilu, kGeluTanh, kClampedSwiglu, kRelu2 };
 
 struct GatedActivationParams {
   Tensor out;  // [R, I]
-  Tensor x;    // [R, 2 I], same dtype: gate, then up; with `up`, [R, I]: gate; kRelu2: [R, I]
+  // [R, 2 I], same dtype: gate, then up. With `up`, or for kRelu2, [R, I]: gate only.
+  Tensor x;
   Activation kind = Activation::kSilu;
   float alpha = 1;
   float limit = 0;
@@ -24,7 +25,9 @@ struct GatedActivationParams {
   // Row r has row index[order[r]] of `bias`; both on the device. order null: index[r].
   const int* index = nullptr;
   const int* order = nullptr;
-  Tensor up{};  // [R, columns], dtype of x: up is columns [first_up, first_up + I); no bias then
+  // [R, columns], dtype of x: up is columns [first_up, first_up + I). It excludes a bias. Empty: up
+  // is in x.
+  Tensor up{};
   int64_t first_up = 0;
 };
 

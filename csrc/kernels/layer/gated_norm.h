@@ -10,7 +10,7 @@ namespace cpmcu {
 struct GatedNormParams {
   Tensor out;              // [T, W]; may be x
   Tensor x;                // [T, W]
-  Tensor gate;             // [T, columns]: the gate is columns first_gate, first_gate + 1, ...
+  Tensor gate;             // [T, columns], of which W columns from first_gate on are the gate
   int64_t first_gate = 0;  // a multiple of 8
   Tensor weight;           // [W]
   int num_groups = 1;      // W / num_groups is a multiple of 8

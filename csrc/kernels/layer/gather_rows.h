@@ -6,12 +6,12 @@
 namespace cpmcu {
 
 struct GatherRowsParams {
-  Tensor out;                      // [R', H]; rows at a distance of out_stride
+  Tensor out;                      // [R', H], rows out_stride elements apart
   Tensor x;                        // [T, H], same dtype
   const int* index = nullptr;      // [R] on the device; null: 0..R-1
   const int* out_index = nullptr;  // [R] on the device; null: 0..R-1
-  int num_rows = 0;                // R; 0: the number of rows of out
-  int64_t out_stride = 0;          // elements between rows of out; 0: H
+  int num_rows = 0;                // R; 0: out.size(0)
+  int64_t out_stride = 0;          // elements from one row of out to the next; 0: H
 };
 
 REGISTER_OP(gather_rows, GatherRowsParams)

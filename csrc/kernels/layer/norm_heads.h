@@ -12,10 +12,10 @@ namespace cpmcu {
 
 struct NormHeadsParams {
   Tensor x;            // [T, columns]
-  int first = 0;       // a multiple of 8
-  int num_groups = 1;  // of a row
-  int width = 0;       // a multiple of 8
-  Tensor weight{};     // [width], dtype of x; empty: 1, without an offset
+  int first = 0;       // first column of the first group, a multiple of 8
+  int num_groups = 1;  // number of groups in a row
+  int width = 0;       // number of columns of a group, a multiple of 8
+  Tensor weight{};     // [width], dtype of x; empty: every weight is 1, without weight_offset
   float eps = 1e-6f;
   float weight_offset = 0;  // 1: the weights are zero-centred
 };

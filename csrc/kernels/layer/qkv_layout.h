@@ -4,10 +4,12 @@
 namespace cpmcu {
 
 struct QkvLayout {
-  int row = 0;     // from one token to the next; 0: packed layout
-  int q_head = 0;  // from one query head to the next; more than D if gates lie between query heads
-  int k = 0;       // first element of the first key head
-  int v = 0;       // first element of the first value head
+  // Elements from one token to the next. 0: the heads of q, k and v lie side by side without gaps.
+  int row = 0;
+  // Elements from one query head to the next: more than D if gates lie between them.
+  int q_head = 0;
+  int k = 0;  // first element of the first key head
+  int v = 0;  // first element of the first value head
 
   bool is_packed() const { return row == 0; }
   // Minimum number of columns of a row.

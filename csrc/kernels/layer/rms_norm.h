@@ -14,8 +14,8 @@ struct RmsNormParams {
   Tensor x;       // [T, H]; with an index [T', H]
   Tensor weight;  // [H]
   float eps = 1e-6f;
-  int64_t out_stride = 0;      // elements between rows of out; 0: H
-  const int* index = nullptr;  // [T] on the device; null: 0..T-1
+  int64_t out_stride = 0;      // elements from one row of out to the next; 0: H
+  const int* index = nullptr;  // [T] row numbers of x, in device memory; null: 0..T-1
   float weight_offset = 0;     // 1: the weights are zero-centred
 };
 

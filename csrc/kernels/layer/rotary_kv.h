@@ -21,15 +21,16 @@ namespace cpmcu {
 struct RotaryKvParams {
   Tensor qkv;  // [T, columns of the layout]; q is rewritten in place
   QkvLayout layout{};
-  Tensor bias;    // [(Hq + 2 Hkv) * D]; may be empty
-  Tensor q_norm;  // [D]; may be empty
-  Tensor k_norm;  // [D]; may be empty
+  Tensor bias;    // [(Hq + 2 Hkv) * D]; empty: no bias
+  Tensor q_norm;  // [D]; empty: no norm of q
+  Tensor k_norm;  // [D]; empty: no norm of k
   float norm_eps = 1e-6f;
   float norm_offset = 0;            // added to the weights of both norms
-  const float* inv_freq = nullptr;  // [R / 2] on the device
-  int rotary_dim = 0;               // R; 0: D
+  const float* inv_freq = nullptr;  // [R / 2] radians per position, in device memory
+  int rotary_dim = 0;               // R, the rotated elements of a head; 0: D
   float attention_scaling = 1;
-  Tensor k_cache;  // [pages, Hkv, 64, D]; Hkv = 0: qkv has queries only, and nothing is written
+  // [pages, Hkv, 64, D]. If Hkv is 0, qkv has queries only, and nothing is written.
+  Tensor k_cache;
   Tensor v_cache;  // [pages, Hkv, 64, D]
   // [pages, Hkv, 64, 1] float32: the caches have e4m3 codes as uint8 (kernels/layer/fp8_row.h).
   // Empty: the caches have the dtype of qkv.

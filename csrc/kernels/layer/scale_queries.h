@@ -10,14 +10,14 @@
 namespace cpmcu {
 
 struct ScaleQueriesParams {
-  Tensor qkv;  // [T, columns of the layout], queries in place
+  Tensor qkv;  // [T, columns of the layout]; the queries change in place
   QkvLayout layout{};
   int num_heads = 0;     // Hq
   int num_kv_heads = 0;  // Hkv
   int head_dim = 0;      // D
   float beta = 0;
-  int length = 0;                  // tokens
-  const int* positions = nullptr;  // [T] on the device
+  int length = 0;                  // queries at lower positions keep their values
+  const int* positions = nullptr;  // [T] in device memory
 };
 
 // Raises an error for sizes that do not fit; returns the layout with all fields set.

@@ -9,12 +9,12 @@
 namespace cpmcu {
 
 struct SigmoidGateParams {
-  Tensor x;               // [T, heads * head_dim], in place
-  Tensor gates;           // [T, columns]
-  int head_dim = 0;       // a multiple of 8
-  int first = 0;          // a multiple of 8
-  int stride = 0;         // columns from one head's gate to the next, a multiple of 8; of_heads: 1
-  bool of_heads = false;  // one gate for each head, not for each element
+  Tensor x;          // [T, heads * head_dim], in place
+  Tensor gates;      // [T, columns]
+  int head_dim = 0;  // a multiple of 8
+  int first = 0;     // column of the first head's gate, a multiple of 8
+  int stride = 0;    // columns from one head's gate to the next: a multiple of 8, or 1 if of_heads
+  bool of_heads = false;  // each head has one gate, not one for each element
 };
 
 inline void check_sigmoid_gate(const SigmoidGateParams& p) {

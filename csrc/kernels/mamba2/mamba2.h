@@ -37,10 +37,10 @@ struct MambaShape {
 };
 
 struct Mamba2Params {
-  Tensor y;              // [T, heads * P]
-  Tensor xbc;            // [T, heads * P + 2 groups * N]: x of the heads, B and C of the groups
-  Tensor dt;             // [T, columns]
-  int64_t first_dt = 0;  // the column of dt of head 0
+  Tensor y;    // [T, heads * P]
+  Tensor xbc;  // [T, heads * P + 2 groups * N]: x of the heads, then B and C of the groups
+  Tensor dt;   // [T, columns]; heads of them, from first_dt on, are dt
+  int64_t first_dt = 0;  // the column that holds dt of head 0
   MambaShape shape;
   Tensor a_log;    // [heads] float32
   Tensor dt_bias;  // [heads] float32
@@ -48,12 +48,14 @@ struct Mamba2Params {
   float min_step = 0;
   float max_step = std::numeric_limits<float>::infinity();
   // The state of the slots.
-  Tensor state;    // [slots, heads, P, N] float32
-  Tensor pending;  // [slots, heads, most tokens of a decode step, pending_width]
-  Tensor folded;   // [slots, heads] int32
+  Tensor state;  // [slots, heads, P, N] float32: S
+  // [slots, heads, most tokens of a decode step, pending_width]: the tokens of the last decode
+  // step.
+  Tensor pending;
+  Tensor folded;  // [slots, heads] int32: number of tokens that S contains
   // The accepted tokens of each slot's last step; empty: `pending` is not read.
   Accepted accepted{};
-  bool commits = false;  // a prefill: all tokens are added to S, and there are no parents
+  bool commits = false;  // a prefill: S takes up all tokens at once, and there are no parents
   StepTokens tokens;
 };
 

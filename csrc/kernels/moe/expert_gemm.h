@@ -14,10 +14,11 @@
 namespace cpmcu {
 
 struct ExpertRows {
-  Tensor y;             // [P, N], gated [P, N / 2]; dtype of x, or float32
-  Tensor x;             // [P / pairs_per_x, K], K a multiple of 8
-  int pairs_per_x = 1;  // pair p reads row p / pairs_per_x of x: 1, or k if x has rows of tokens
-  Routing routing;      // of the P pairs
+  Tensor y;  // [P, N], gated [P, N / 2]; dtype of x, or float32
+  Tensor x;  // [P / pairs_per_x, K], K a multiple of 8
+  // Pair p reads row p / pairs_per_x of x. The number is k if a row of x is a token, else 1.
+  int pairs_per_x = 1;
+  Routing routing;  // the routing of the P pairs
   // Whether an earlier launch was a GEMM of experts with the same routing. If so, the kernel reads
   // the routing and requests weights before the previous launch ends.
   bool routing_is_complete = false;
@@ -36,7 +37,7 @@ struct ExpertGemmParams {
 
 struct PackedExpertGemmParams {
   ExpertRows rows;
-  PackedWeight w;      // of expert 0
+  PackedWeight w;      // weights of expert 0; those of expert e lie e * stride bytes behind
   int64_t stride = 0;  // bytes from one expert's blocks to the next
 };
 

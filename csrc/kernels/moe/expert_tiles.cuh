@@ -20,22 +20,22 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kTileRows = 32;  // of W, for a warp
+constexpr int kTileRows = 32;  // rows of W that a warp has
 
 struct ExpertArgs {
-  const char* w;     // of expert 0
+  const char* w;     // weights of expert 0
   int64_t stride;    // bytes from one expert to the next
   void* y;           // [P, width]
   const void* x;     // [P / pairs_per_x, K]
   const int* pairs;  // as in Routing
   const ExpertSpan* spans;
   uint32_t pairs_inverse;  // ceil(2^32 / pairs_per_x); 0: pairs_per_x is 1
-  int n, k, width;         // of W; columns of y
+  int n, k, width;         // W is [n, k]; y has `width` columns
   int split_bits;          // 2^split_bits warps share K: 1, 2, 4 or 8
-  int partial_pairs;       // pairs for which store_pairs has room, at least those of a pass
+  int partial_pairs;       // pairs for which store_pairs has room: at least those of one pass
   bool gated, float_out;
-  bool routing_is_complete;  // before the wait
-  float alpha;               // multiplies the sums
+  bool routing_is_complete;  // the routing is complete before the kernel waits for the previous one
+  float alpha;               // factor of the sums
   const void* bias;          // [E, n]; null: none
   bool swiglu;
   float swiglu_alpha, swiglu_limit;
@@ -54,8 +54,8 @@ template <int kGroups>
 struct PairRows {
   const int* pairs;
   int count;
-  int only;           // the only pair; -1: look it up
-  int rows[kGroups];  // element offset in x
+  int only;           // number of the only pair; -1: look it up in `pairs`
+  int rows[kGroups];  // offset of each pair's row in x, in elements
 
   __device__ __forceinline__ PairRows(const ExpertArgs& args, const ExpertSpan& span, int first)
       : pairs(args.pairs + span.begin + first),
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_y(const ExpertArgs& args, int pair, int co
   }
 }
 
-constexpr int kPartialStride = kTileRows + 1;  // floats of a pair's part of a warp's sums
+constexpr int kPartialStride = kTileRows + 1;  // floats from one pair to the next in a warp's sums
 // Bytes of the shared memory of store_pairs.
 constexpr int partial_bytes(int pairs) { return kWarps * pairs * kPartialStride * 4; }
 

@@ -14,13 +14,14 @@ namespace cpmcu {
 struct MoeCombineParams {
   Tensor hidden;         // [T, D]
   Tensor y;              // [T * k, D] float32
-  Routing routing;       // its weights are read; with a bias, also its experts
+  Routing routing;       // only its weights are read, with a bias also its experts
   Tensor bias{};         // [E, D], the dtype of hidden; empty: none
   Tensor shared{};       // [T, D] float32; empty: no shared expert
   Tensor shared_gate{};  // [T, columns] float32: g is column `gate_column`
   int64_t gate_column = 0;
   float scale = 1;
-  RmsNormParams norm{};  // norms `hidden` after the sum; has no index; empty: none
+  // Norms `hidden` after the sum. It has no index. Empty: no norm.
+  RmsNormParams norm{};
 };
 
 inline void check_moe_combine(const MoeCombineParams& p) {

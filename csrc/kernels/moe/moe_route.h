@@ -17,25 +17,27 @@ namespace cpmcu {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr int kFewTokens = 64;  // up to here one CTA chooses and sorts
+constexpr int kFewTokens = 64;  // up to this number of tokens, one CTA chooses and sorts
 
 // An expert and its pairs, pairs[begin, begin + count). A CTA of a GEMM loads it at once.
 struct alignas(16) ExpertSpan {
   int expert, begin, count;
-  int pair;  // the only pair, which need not be looked up; -1: look it up
+  int pair;  // number of the only pair; -1: look it up in `pairs`
 };
 
 // The experts of the tokens of a step, in device memory. P = T * k pairs.
 struct Routing {
   int num_experts = 0;
   int top_k = 0;
-  int* experts = nullptr;    // [P]
-  float* weights = nullptr;  // [P]
-  int* pairs = nullptr;      // [P]: sorted by expert, then by number
+  int* experts = nullptr;    // [P] expert of each pair
+  float* weights = nullptr;  // [P] weight of each pair
+  int* pairs = nullptr;      // [P] numbers of the pairs, sorted by expert, then by number
   int* offsets = nullptr;    // [E + 1]: the pairs of expert e begin at pairs[offsets[e]]
-  int* active = nullptr;     // [E]: the first num_active are the experts with pairs, ascending
+  // [E]: the numbers of the experts with pairs, ascending. num_active of them are valid.
+  int* active = nullptr;
   int* num_active = nullptr;
-  ExpertSpan* spans = nullptr;  // [min(E, P)]: those of `active`, then spans of no pairs
+  // [min(E, P)]: the spans of the experts in `active`, then empty spans.
+  ExpertSpan* spans = nullptr;
 
   // Assigns the arrays for up to `num_tokens` tokens.
   void layout(Carver& carver, int64_t num_tokens) {
@@ -53,7 +55,7 @@ struct Routing {
 struct MoeRouteParams {
   Tensor logits;  // [T, columns] float32; the first E columns are the experts
   bool renormalise = false;
-  Routing routing;  // written
+  Routing routing;  // output
 };
 
 inline void check_routing(const Routing& routing) {

@@ -13,14 +13,15 @@
 namespace cpmcu {
 
 struct MoeRouterParams {
-  Tensor logits;         // [T, R] float32, written
-  Tensor x;              // [T, H]; with a norm, written
+  Tensor logits;         // [T, R] float32, output
+  Tensor x;              // [T, H]; an output if there is a norm
   Tensor w;              // [R, H], R at least E
-  RmsNormParams norm{};  // its `out` is x; empty: x is given
+  RmsNormParams norm{};  // its `out` is x; empty: there is no norm, and x is an input
   Tensor bias{};         // [1, E], the dtype of w; empty: none
   bool renormalise = false;
-  Routing routing;  // written
-  Tensor memory{};  // [moe_router_bytes] uint8, zero before the first launch; unused on the CPU
+  Routing routing;  // output
+  // [moe_router_bytes] uint8, zero before the first launch. The CPU does not use it.
+  Tensor memory{};
 };
 
 // Bytes of the memory in which CTAs send each other logits; it is kept between launches.

@@ -15,7 +15,7 @@
 namespace cpmcu {
 
 struct ScoreExpertsParams {
-  Tensor scores;  // [T, E] float32, written
+  Tensor scores;  // [T, E] float32, output
   Tensor logits;  // [T, columns] float32, in place; the first E columns are the experts
   Tensor bias{};  // [E] float32; empty: none
 };
@@ -33,13 +33,13 @@ struct MaskGroupsParams {
 };
 
 struct WeighExpertsParams {
-  Routing routing;  // its weights, in place
+  Routing routing;  // its weights change in place
   int64_t num_tokens = 0;
-  Tensor scores{};  // [T, E] float32; empty: the weights of moe_route
+  Tensor scores{};  // [T, E] float32; empty: the weights are those that moe_route wrote
   bool renormalise = false;
   float epsilon = 0;
   float factor = 1;
-  Tensor scale{};  // [E] float32; empty: 1
+  Tensor scale{};  // [E] float32 factors; empty: 1
 };
 
 inline void check_score_experts(const ScoreExpertsParams& p) {

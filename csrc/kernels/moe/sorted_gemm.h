@@ -24,9 +24,10 @@ struct GatherPairsParams {
 
 struct SortedRows {
   Tensor y;  // [P, N], gated [P, N / 2]; dtype of x, or float32
-  Tensor x;  // [P, K], sorted; K a multiple of 8
+  Tensor x;  // [P, K], sorted by expert; K a multiple of 8
   Routing routing;
-  bool sorted_y = false;  // y is sorted, too; else row p of y is that of pair p
+  // Row i of y is that of pair pairs[i], as in x; false: row p is that of pair p.
+  bool sorted_y = false;
 };
 
 struct SortedGemmParams {
@@ -37,7 +38,7 @@ struct SortedGemmParams {
 
 struct PackedSortedGemmParams {
   SortedRows rows;
-  PackedWeight w;      // of expert 0
+  PackedWeight w;      // weights of expert 0
   int64_t stride = 0;  // bytes from one expert's blocks to the next
 };
 

@@ -19,11 +19,11 @@ struct SortedArgs {
   const int* pairs;    // as in Routing
   const int* offsets;  // as in Routing
   int num_experts;
-  int k_blocks;  // stages of a tile
-  int w_tiles;   // tiles of 256 rows of an expert's W
+  int k_blocks;  // stages that a tile takes
+  int w_tiles;   // tiles of 256 rows in one expert's W
   int width;     // columns of y
   bool gated, float_out, sorted_y;
-  float alpha;  // multiplies the sums
+  float alpha;  // factor of the sums
 };
 
 // The tiles of all experts: 256 rows of an expert's W x kRows of its pairs. Their number is known
@@ -32,13 +32,13 @@ struct SortedArgs {
 template <int kRows>
 struct ExpertTiles {
   struct Memory {
-    int before[kMaxExperts + 1];  // tiles of pairs of lower experts
+    int before[kMaxExperts + 1];  // number of tiles of pairs that belong to lower experts
     int offsets[kMaxExperts + 1];
     int of_warp[kLargeThreads / 32];
   };
   struct Place {
     int expert, w;
-    int first, end;  // sorted pairs
+    int first, end;  // the sorted pairs [first, end)
   };
   const Memory& memory;
   int num_experts, w_tiles;

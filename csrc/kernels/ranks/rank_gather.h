@@ -9,7 +9,7 @@ namespace cpmcu {
 
 struct RankGatherParams {
   Tensor out;   // [R, ranks * N] float32
-  Tensor part;  // [R, N] float32 of this rank, N a multiple of 4
+  Tensor part;  // [R, N] float32: the columns of this rank, N a multiple of 4
 };
 
 inline void check_rank_gather(const Context& ctx, const RankGatherParams& p) {

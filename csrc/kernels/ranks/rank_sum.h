@@ -15,10 +15,11 @@
 namespace cpmcu {
 
 struct RankSumParams {
-  Tensor hidden;         // [T, H]
-  Tensor part;           // [T, H] of this rank
-  bool adds = true;      // false: hidden is overwritten
-  RmsNormParams norm{};  // norms `hidden` after the sum; has no index; empty: none
+  Tensor hidden;     // [T, H]
+  Tensor part;       // [T, H]: the part of this rank
+  bool adds = true;  // false: the sum overwrites hidden
+  // Norms `hidden` after the sum. It has no index. Empty: no norm.
+  RmsNormParams norm{};
 };
 
 // Words of the parts of a sum within a fused layer. A lane of its epilogue has 4 columns of 2 rows:

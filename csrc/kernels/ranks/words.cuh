@@ -8,7 +8,8 @@
 
 namespace cpmcu::cuda {
 
-constexpr int kPollsPerCheck = 1024;  // polls between two checks of the clock and of `failed`
+// Polls of a word between two checks of the clock and of `failed`.
+constexpr int kPollsPerCheck = 1024;
 
 // The number of this CTA's round. Called once in a launch, by all threads.
 __device__ __forceinline__ uint32_t next_round(const Exchange& exchange) {

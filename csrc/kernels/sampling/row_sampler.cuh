@@ -16,7 +16,7 @@ namespace cpmcu::cuda {
 constexpr int kThreads = 1024;
 constexpr int kBins = 2048;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kMaxGumbel = 16.7f;            // above -log(-log(u)) for the largest u
+constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u that is drawn
 constexpr uint64_t kNotFinite = ~uint64_t{0};  // above the key of every logit, +inf included
 static_assert(kBins == 2 * kThreads, "each thread sums two bins");
 
@@ -27,19 +27,19 @@ struct SampleArgs {
   const SlotSampling* sampling;  // [slots]
   const int* counts;             // [slots, V]
   const float* bias;             // [slots, V]
-  const int* tree_tokens;        // [B, N] or null
+  const int* tree_tokens;        // [B, N]; null: the rows are not those of trees
   const uint64_t* tree_masks;    // [B, N]
   int tree_size;                 // N
-  const int* mask_rows;          // [R] or null
+  const int* mask_rows;          // [R]; null: no row has a mask
   const uint32_t* masks;         // [M, num_mask_words(V)]
   int* tokens;                   // [R]
-  TokenLogprobs* logprobs;       // [R]
+  TokenLogprobs* logprobs;       // [R], written for slots that ask for log-probabilities
   int vocab_size;
-  TokenCandidates* candidates;  // [R] or null
+  TokenCandidates* candidates;  // [R]; null: no candidates are written
 };
 
 struct Histogram {
-  uint32_t low[kBins];  // low words of the sums of weights
+  uint32_t low[kBins];  // low 32 bits of each bin's sum of weights
   uint32_t high[kBins];
 };
 
@@ -52,7 +52,7 @@ struct Smem {
   ReduceSmem reduce;
   Histogram histograms[2];
   uint64_t warp_weights[32];
-  int path[kMaxTreeSize];  // tokens drafted between the root and the row
+  int path[kMaxTreeSize];  // the drafted tokens from the root (excluded) to the row
   int num_path;
   uint64_t rest;
   uint32_t digit;
@@ -77,7 +77,7 @@ __device__ __forceinline__ float gumbel_of(uint32_t word) {
 // ---- a row
 
 // The work of one thread for one row. Every thread of the team calls every method.
-template <bool kAligned,  // rows of logits, counts and bias start at multiples of 16 bytes
+template <bool kAligned,  // each row of logits, counts and bias starts at a multiple of 16 bytes
           int kTeam>
 struct RowSampler {
   using Team = TeamOf<kTeam>;
@@ -85,13 +85,13 @@ struct RowSampler {
   const SampleArgs& args;
   const SlotSampling s;
   Smem& smem;
-  const float* logits;             // [V]
-  const int* counts;               // [V]
-  const float* bias;               // [V]
-  const int* logprob_ids;          // [kMaxLogprobs]; read from memory: `s` is in registers
-  const uint32_t* mask = nullptr;  // [num_mask_words(V)] or null
-  int buffer = 0;                  // which of the two exchange buffers is free
-  float least = -kInfinity;        // the smallest logit that passes top-k and top-p, after draw
+  const float* logits;     // [V]
+  const int* counts;       // [V]
+  const float* bias;       // [V]
+  const int* logprob_ids;  // [kMaxLogprobs] in memory, because it is indexed; `s` is in registers
+  const uint32_t* mask = nullptr;  // [num_mask_words(V)]; null: the row has no mask
+  int buffer = 0;                  // the one of the two exchange buffers that is free
+  float least = -kInfinity;        // after draw: the smallest logit that passes top-k and top-p
 
   __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
       : args(args), s(args.sampling[args.token_slots[row]]), smem(smem) {
@@ -217,7 +217,7 @@ struct RowSampler {
   template <bool kAdjusted>
   __device__ uint64_t find_maximum() {
     float maximum = -kInfinity, raw_maximum = -kInfinity;
-    int best = 0;  // also if all logits are -inf
+    int best = 0;  // the result also if all logits are -inf
     for_each_four<kAdjusted>(
         [&](int token, const float (&z)[4]) {
 #pragma unroll
@@ -274,7 +274,7 @@ struct RowSampler {
   // weight_of(z) is 0 for excluded tokens. At least one token weighs more than 0.
   template <typename WeightOf, typename TargetOf>
   __device__ float select(WeightOf weight_of, TargetOf target_of) {
-    uint32_t prefix = 0;  // the digits found so far
+    uint32_t prefix = 0;  // the upper digits of the image that are known so far
     uint64_t target = 0;  // remaining weight, from tokens whose image begins with the prefix
     for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
       Histogram& histogram = smem.histograms[buffer ^= 1];
@@ -396,7 +396,7 @@ struct RowSampler {
   // Writes the most likely tokens, after choose() returned `drawn`. One thread writes them. Each
   // thread collects the largest of its keys in one pass; then the team takes the largest of all.
   __device__ void write_candidates(int drawn, TokenCandidates& out) {
-    uint64_t keys[kMaxCandidates] = {};  // in descending order; 0: none
+    uint64_t keys[kMaxCandidates] = {};  // the thread's largest keys in descending order; 0: no key
     if (drawn != kNoToken) {
       for_each_four<true>([&](int token, const float (&z)[4]) {
 #pragma unroll

@@ -34,23 +34,23 @@
 namespace cpmcu {
 
 constexpr int kMaxLogprobs = 20;
-constexpr int kNoToken = -1;  // drawn if logits are not finite: the sequence ends
+constexpr int kNoToken = -1;  // the token drawn if logits are not finite; it ends the sequence
 
 // The sampling parameters of a slot in device memory.
 struct SlotSampling {
   float temperature = 0;
   float top_p = 1;
   float min_p = 0;
-  int top_k = 0;  // 0: off
+  int top_k = 0;  // 0: top-k is off
   uint64_t seed = 0;
   uint32_t stream = 0;
   float repetition_penalty = 1;
   float presence_penalty = 0;
   float frequency_penalty = 0;
-  int use_penalties = 0;  // any of the three penalties is on
+  int use_penalties = 0;  // 1: at least one of the three penalties is on
   int use_bias = 0;
-  int num_logprobs = -1;   // -1: no log-probabilities
-  int names_logprobs = 0;  // 1: of the tokens logprob_ids; 0: of the most likely ones
+  int num_logprobs = -1;   // tokens to report for each drawn token; -1: no log-probabilities
+  int names_logprobs = 0;  // 1: logprob_ids are the tokens to report; 0: the most likely tokens
   int logprob_ids[kMaxLogprobs] = {};
 };
 
@@ -64,12 +64,13 @@ constexpr int kMaxCandidates = 5;
 
 // Candidates in descending order; if two logits are equal, the lower id comes first.
 struct TokenCandidates {
-  int num = 0;  // the first `num` pass top-k, top-p and min-p; at temperature 0 only the first one
+  // The first `num` pass top-k, top-p and min-p. At temperature 0 only the first one does.
+  int num = 0;
   int ids[kMaxCandidates] = {};         // kNoToken: no other token is allowed
   float logprobs[kMaxCandidates] = {};  // written if the slot asks for log-probabilities
 };
 
-constexpr int kPromptBit = 1 << 30;  // in counts: the token occurs in the prompt
+constexpr int kPromptBit = 1 << 30;  // bit of `counts`: the token occurs in the prompt
 
 // Number of words of a mask. Token t is allowed if bit t % 32 of word t / 32 is set.
 constexpr int num_mask_words(int vocab_size) { return (vocab_size + 31) / 32; }
@@ -80,8 +81,8 @@ struct SampleParams {
   // [R] positions of the rows. A drawn token has the next position.
   const int* token_positions = nullptr;
   const SlotSampling* sampling = nullptr;  // [slots]
-  const int* counts = nullptr;             // [slots, V] times emitted, plus kPromptBit
-  const float* bias = nullptr;             // [slots, V]
+  const int* counts = nullptr;  // [slots, V]: how often a token was emitted, plus kPromptBit
+  const float* bias = nullptr;  // [slots, V]
   // Rows of token trees, or null. Penalties also count the drafted tokens on the path from the root
   // (excluded) to the row, as if they had been emitted.
   const int* tree_tokens = nullptr;      // [B, N]

@@ -20,19 +20,20 @@
 
 namespace cpmcu {
 
-constexpr int kMaxConvTaps = 8;  // K, the token itself included
+// Maximum K: tokens that the convolution reads, the token itself included.
+constexpr int kMaxConvTaps = 8;
 
 struct ShortConvParams {
   Tensor out;         // [T, H]
-  Tensor x;           // gated: [T, 3 H]: b, c, x; SiLU: [T, columns]
-  bool silu = false;  // not gated
-  int64_t first = 0;  // column of u; SiLU only
+  Tensor x;           // gated: [T, 3 H], of which H are b, H are c, H are x; SiLU: [T, columns]
+  bool silu = false;  // true: the SiLU form; false: the gated form
+  int64_t first = 0;  // only for SiLU: first column of u
   Tensor weight;      // [H, K]
-  Tensor bias{};      // [H]; empty: none
+  Tensor bias{};      // [H]; empty: no bias
   // The state of the slots.
-  Tensor window;   // [slots, K - 1, H]
-  Tensor pending;  // [slots, most tokens of a decode step, H]
-  Tensor folded;   // [slots, H] int32, the same number for each channel
+  Tensor window;   // [slots, K - 1, H]: u of the last K - 1 accepted tokens
+  Tensor pending;  // [slots, most tokens of a decode step, H]: u of the last decode step's tokens
+  Tensor folded;   // [slots, H] int32: tokens that `window` has taken in, the same for all channels
   // The accepted tokens of each slot's last step; empty: `pending` is not read.
   Accepted accepted{};
   bool commits = false;  // a prefill: all tokens are accepted, and there are no parents

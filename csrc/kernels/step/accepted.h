@@ -12,7 +12,7 @@ namespace cpmcu {
 //
 // Unused elements of paths are -1.
 struct Accepted {
-  int max_path = 0;       // D + 1: longest path, including the root
+  int max_path = 0;       // D + 1: tokens of the longest accepted path, the root included
   int* ids = nullptr;     // [slots, max_path]
   int* paths = nullptr;   // [slots, max_path]
   int* counts = nullptr;  // [slots]

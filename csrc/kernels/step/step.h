@@ -12,20 +12,20 @@ enum class Phase { kPrefill, kDecode };
 
 struct Step {
   Phase phase = Phase::kDecode;
-  const int* ids = nullptr;  // [T] on the device
+  const int* ids = nullptr;  // [T] in device memory
   // The tokens are nodes of token trees. Results must have the bits of plain decoding.
   bool verify = false;
   StepTokens tokens;
-  Accepted accepted{};  // of each slot's last step; empty for a draft's own steps
+  Accepted accepted{};  // the tokens of each slot's last step; empty for the draft's own steps
 };
 
 // Upper bounds that size buffers.
 struct StepLimits {
-  int max_tokens = 0;          // of a step: T
-  int max_decode_tokens = 0;   // of a decode step
-  int max_tree_size = 1;       // of one sequence in a decode step
-  int max_kv = 0;              // tokens of a sequence, those of a step in flight included
-  int compute_capability = 0;  // as in Context
+  int max_tokens = 0;         // maximum number of tokens of a step, T
+  int max_decode_tokens = 0;  // maximum number of tokens of a decode step
+  int max_tree_size = 1;      // maximum number of tree nodes of one sequence in a decode step
+  int max_kv = 0;  // maximum number of tokens of a sequence, those of a step in flight included
+  int compute_capability = 0;  // the same as Context::compute_capability
 
   // False: buffers that only GPU kernels use are not planned.
   bool is_cuda() const { return compute_capability > 0; }

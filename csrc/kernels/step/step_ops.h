@@ -12,9 +12,11 @@ namespace cpmcu {
 struct SlotState {
   int* lengths = nullptr;      // [slots] number of cached tokens
   int* next_tokens = nullptr;  // [slots] last emitted token, not yet cached
-  int* num_shared = nullptr;   // [slots] first tokens that lie in shared pages; null: none
-  int* counts = nullptr;       // [slots, V] times emitted, plus kPromptBit; null: not stored
-  int* history = nullptr;      // [slots, max_len] the cached tokens; null: not stored
+  // [slots] tokens at the start of the sequence in shared pages; null: none.
+  int* num_shared = nullptr;
+  // [slots, V]: how often a token was emitted, plus kPromptBit; null: not stored.
+  int* counts = nullptr;
+  int* history = nullptr;  // [slots, max_len] the cached tokens; null: not stored
   int max_len = 0;
   int vocab_size = 0;
   Accepted accepted;
@@ -30,8 +32,8 @@ struct InnerCounts {
 struct SlotResult {
   int slot = 0;
   int num_tokens = 0;
-  int finished = 0;   // the sequence ended on the device (SlotStop of kernels/tree/tree.h)
-  InnerCounts inner;  // of the step's draft
+  int finished = 0;   // 1: the device ended the sequence (SlotStop of kernels/tree/tree.h)
+  InnerCounts inner;  // speculative steps that the step's draft took itself
   int tokens[kMaxTreeSize] = {};
   TokenLogprobs logprobs[kMaxTreeSize] = {};
 };
@@ -47,7 +49,7 @@ struct ResultSink {
   int max_seqs = 1;
   // Number of published steps, in device memory. Null: the step publishes nothing.
   uint64_t* step_counter = nullptr;
-  volatile uint64_t* done = nullptr;  // mapped host memory
+  volatile uint64_t* done = nullptr;  // in mapped host memory: number of the last step that is done
 };
 
 // Updates the state of the slots after a prefill:
@@ -60,12 +62,12 @@ struct FinishStepParams {
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
   int num_seqs = 0;
-  int num_tokens = 0;                       // T
-  const int* ids = nullptr;                 // [T]
-  const int* token_seqs = nullptr;          // [T]
-  const int* sampled_seqs = nullptr;        // [R] sequences (0..B-1) that drew a token
-  int num_sampled = 0;                      // R
-  const int* tokens = nullptr;              // [R]
+  int num_tokens = 0;                 // T
+  const int* ids = nullptr;           // [T]
+  const int* token_seqs = nullptr;    // [T]
+  const int* sampled_seqs = nullptr;  // [R] numbers of the sequences (0..B-1) that drew a token
+  int num_sampled = 0;                // R
+  const int* tokens = nullptr;        // [R]
   const TokenLogprobs* logprobs = nullptr;  // [R]
   const SlotSampling* sampling = nullptr;   // [slots]
   SlotState state;
@@ -78,10 +80,10 @@ REGISTER_OP(finish_step, FinishStepParams)
 struct ResetSlotParams {
   int slot = 0;
   SlotState state;
-  const int* ids = nullptr;  // [num_ids] device memory
+  const int* ids = nullptr;  // [num_ids] in device memory: the prompt, then generated tokens
   int num_ids = 0;
-  int num_prompt = 0;  // the first num_prompt of ids are the prompt
-  int num_cached = 0;  // tokens whose keys and values are there already
+  int num_prompt = 0;  // the first num_prompt of `ids` are the prompt
+  int num_cached = 0;  // tokens whose keys and values are in the cache already
 };
 REGISTER_OP(reset_slot, ResetSlotParams)
 

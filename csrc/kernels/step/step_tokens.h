@@ -18,32 +18,35 @@
 
 namespace cpmcu {
 
-constexpr int kPageSize = 64;     // tokens of one KV page
-constexpr int kMaxTreeSize = 64;  // tokens of one sequence in a decode step: bits of a mask
+constexpr int kPageSize = 64;  // tokens in one page
+// Maximum number of tokens of a sequence in a decode step: the bits of a mask.
+constexpr int kMaxTreeSize = 64;
 
 struct StepTokens {
-  int num_tokens = 0;               // T
-  int num_seqs = 0;                 // B
-  int max_seq_tokens = 0;           // upper bound of the tokens of one sequence
-  int first_token = 0;              // of this launch, within each sequence's step
-  int max_kv = 0;                   // upper bound of L + tokens: affects grid sizes, never results
-  const int* positions = nullptr;   // [T]
-  const int* token_seqs = nullptr;  // [T] index into the B sequences
-  const int* seq_slots = nullptr;   // [B]
-  const int* seq_token_begin = nullptr;      // [B + 1] first token of each sequence
-  const int* slot_lengths = nullptr;         // [slots] L, cached tokens before this step
-  const uint64_t* ancestor_masks = nullptr;  // [T], null: causal
+  int num_tokens = 0;      // T
+  int num_seqs = 0;        // B
+  int max_seq_tokens = 0;  // upper bound of any sequence's number of tokens
+  int first_token = 0;  // number of this launch's first token within the step, for every sequence
+  // Upper bound of L plus the tokens of a sequence. It affects the sizes of grids, never results.
+  int max_kv = 0;
+  const int* positions = nullptr;        // [T]
+  const int* token_seqs = nullptr;       // [T] number of the token's sequence among the B
+  const int* seq_slots = nullptr;        // [B]
+  const int* seq_token_begin = nullptr;  // [B + 1] first token of each sequence among the T, then T
+  const int* slot_lengths = nullptr;     // [slots] L, cached tokens before this step
+  const uint64_t* ancestor_masks = nullptr;  // [T]; null: causal visibility
   // [T] parent, as the number of a token within its sequence; -1 for the first token. Null: the
   // parent is the token before.
   const int* token_parents = nullptr;
-  const int* page_table = nullptr;  // [slots, max_pages] page number of each 64 entries
+  // [slots, max_pages]: page i of a slot holds its entries from 64 i on.
+  const int* page_table = nullptr;
   int max_pages = 0;
 };
 
 // Sequences [first, first + count) of a step whose sequences all have the same number of tokens.
 inline StepTokens sequences_of(const StepTokens& tokens, int first, int count) {
   const int seq_tokens = tokens.num_tokens / tokens.num_seqs, token = first * seq_tokens;
-  StepTokens part = tokens;  // token_seqs and seq_token_begin start at 0 in the part too
+  StepTokens part = tokens;  // the part has token_seqs and seq_token_begin that start at 0, too
   part.num_seqs = count;
   part.num_tokens = count * seq_tokens;
   part.positions += token;

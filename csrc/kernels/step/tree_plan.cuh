@@ -20,9 +20,10 @@ struct Visit {
   static constexpr uint8_t kNone = 255;
 
   uint8_t node;
-  uint8_t base;  // the node whose copy it starts from; kNone: S before the step
-  uint8_t from;  // the slot of that copy; kFollows: it follows the node before it
-  uint8_t to;    // the slot that keeps its own S, or kNone
+  uint8_t base;  // the node with whose copy of S it starts; kNone: S before the step
+  // Slot of that copy. kFollows: it starts with the S of the node that was visited just before.
+  uint8_t from;
+  uint8_t to;  // the slot that gets a copy of its own S; kNone: no copy
   static constexpr uint8_t kFollows = 254;
 };
 
@@ -34,14 +35,14 @@ __device__ __forceinline__ uint32_t window_of(int before1, int before2, int befo
 
 // In shared memory.
 struct TreePlan {
-  uint64_t ancestors[kMaxTreeSize];  // of each node, itself included
+  uint64_t ancestors[kMaxTreeSize];  // bit mask of each node's ancestors, the node itself included
   int parents[kMaxTreeSize];
-  int sizes[kMaxTreeSize];   // nodes of the subtree
+  int sizes[kMaxTreeSize];   // number of nodes in the node's subtree
   int places[kMaxTreeSize];  // 1 + nodes of the siblings' subtrees that come before; bit 16: not
                              // last
   int slots[kMaxTreeSize];   // slot of the node's copy, or kNone
   Visit visits[kMaxTreeSize];
-  uint32_t windows[kMaxTreeSize];  // window_of of each node
+  uint32_t windows[kMaxTreeSize];  // the result of window_of for each node
 
   // All threads call it after a barrier behind the writes of `parents`, one thread for each node.
   // Another barrier must follow.

@@ -35,8 +35,8 @@ __device__ __forceinline__ float correction_of(const T* successor, const float* 
 // The logit of a lane's candidate, and what all lanes subtract for log-probabilities. Tokens that
 // are no candidates keep the rest of the probability.
 struct CandidateLogit {
-  float logit;         // kNone: no candidate
-  float largest, sum;  // the log-probability is logit - largest - log(sum)
+  float logit;         // kNone: the lane has no candidate
+  float largest, sum;  // log-probability = logit - largest - log(sum)
 
   __device__ __forceinline__ float logprob() const {
     return logit == kNone ? kNone : logit - largest - logf(sum);

@@ -23,16 +23,17 @@
 
 namespace cpmcu {
 
-constexpr float kFillPrior = 4.0f;              // trials that the first guess of a rate counts for
-constexpr float kFillTrials = 256.0f;           // hits and trials are halved from there on
-constexpr float kUnknownLogprob = -0.3566749f;  // of a token of a draft without scores: log 0.7
+constexpr float kFillPrior = 4.0f;     // weight of the first guess of a rate, as a number of trials
+constexpr float kFillTrials = 256.0f;  // hits and trials are halved when trials reach this number
+// Log 0.7: score that each token of a draft without scores adds.
+constexpr float kUnknownLogprob = -0.3566749f;
 
 // The context's path of a slot, from the root on, for measuring the rates.
 struct FillPath {
   int length = 0;      // lengths[slot] when the path was made
-  int first = 0;       // j: tokens that the draft gave
-  int match = 0;       // n of token `first`
-  int num_tokens = 0;  // 0: there was no match
+  int first = 0;       // j: number of the draft's tokens that the path begins with
+  int match = 0;       // n: length of the match before token `first`
+  int num_tokens = 0;  // 0: the context has no match, so there is no path
   int tokens[kMaxDraftDepth] = {};
 };
 
@@ -45,14 +46,14 @@ struct FillRates {
 struct DraftFillParams {
   int num_seqs = 0;                // B
   const int* seq_slots = nullptr;  // [B]
-  SlotState slots;                 // with history
-  Draft draft;                     // up to kMaxTreeSize - 1 tokens
-  int max_depth = 0;               // D: tokens of the longest path of the filled draft
+  SlotState slots;                 // history is required
+  Draft draft;                     // maximum size: kMaxTreeSize - 1 tokens
+  int max_depth = 0;               // D: maximum number of tokens on a path of the filled draft
   int min_ngram = 1;
   int max_ngram = 4;
   FillRates rates;
   FillPath* paths = nullptr;  // [slots] out
-  Draft filled;               // out, M tokens; unused ones are -1
+  Draft filled;               // out: M tokens for each sequence; unused ones are -1
 };
 REGISTER_OP(draft_fill, DraftFillParams)
 
@@ -64,7 +65,7 @@ struct FillObserveParams {
   const int* seq_slots = nullptr;  // [B]
   SlotState slots;
   const FillPath* paths = nullptr;  // [slots]
-  FillRates rates;                  // in and out
+  FillRates rates;                  // updated in place
 };
 REGISTER_OP(fill_observe, FillObserveParams)
 

@@ -17,8 +17,8 @@ namespace cpmcu {
 struct GruCellParams {
   Tensor from_input{};  // [B, 3 G] float32: W_input x
   Tensor from_state{};  // [B, 3 G] float32: W_state s; empty: s is 0
-  Tensor state{};       // [B, G] s, in place
-  Tensor copy{};        // [B, G] out: the same state, same dtype; rows at a distance of copy_stride
+  Tensor state{};       // [B, G] s before the call, s' after it
+  Tensor copy{};  // [B, G] out: s' again, in rows copy_stride elements apart; same dtype as `state`
   int64_t copy_stride = 0;
 };
 REGISTER_OP(gru_cell, GruCellParams)
@@ -33,19 +33,19 @@ REGISTER_OP(gru_cell, GruCellParams)
 // first candidate is chosen. NaN counts as -inf. If no candidate exists, the chain ends; missing
 // tokens are -1.
 struct ChainStepParams {
-  int num_seqs = 0;                  // B
-  int depth = 0;                     // D
-  int topk = 0;                      // K
-  int level = 0;                     // < D; level 0 also clears the draft and writes `roots`
+  int num_seqs = 0;  // B
+  int depth = 0;     // D
+  int topk = 0;      // K
+  int level = 0;     // below D; the call for level 0 also clears the draft and writes `roots`
   const int* candidates = nullptr;   // [B, D, K] ids of the target
   const float* logprobs = nullptr;   // [B, D, K]
   const int* seq_slots = nullptr;    // [B]
   const int* next_tokens = nullptr;  // [slots] the roots
   Tensor fixed{};                    // [B D, P] float32
-  Tensor moving{};                   // [B, P] float32; empty: no correction
+  Tensor moving{};                   // [B, P] float32; empty: logit(b) is logprob(b)
   Tensor successors{};               // [V, P]
   int* roots = nullptr;              // [B] out
-  int* tokens = nullptr;             // [B] out: the chosen tokens; 0: none
+  int* tokens = nullptr;             // [B] out: the chosen tokens; 0: no token was chosen
   Draft draft;                       // out, with parents and scores
 };
 REGISTER_OP(chain_step, ChainStepParams)

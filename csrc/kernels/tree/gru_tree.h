@@ -21,11 +21,12 @@ namespace cpmcu {
 // The rows of all levels, M for each sequence. The rows of a level are sorted, the best first;
 // token -1 and score -inf: no row.
 struct NodeRows {
-  int num_seqs = 0;         // B
-  int num_rows = 0;         // M < kMaxTreeSize
-  int* tokens = nullptr;    // [D, B, M]
-  int* parents = nullptr;   // [D, B, M] rows of the level before; 0 at level 0, for the root
-  float* scores = nullptr;  // [D, B, M] of the path from the root
+  int num_seqs = 0;       // B
+  int num_rows = 0;       // M < kMaxTreeSize
+  int* tokens = nullptr;  // [D, B, M]
+  // [D, B, M] the parent's row in the level before; at level 0, 0 stands for the root.
+  int* parents = nullptr;
+  float* scores = nullptr;  // [D, B, M] log-probability of the path from the root
 
   constexpr int64_t at(int level, int seq, int row) const {
     return (int64_t{level} * num_seqs + seq) * num_rows + row;
@@ -39,10 +40,10 @@ struct NodeScoresParams {
   NodeRows rows;
   int depth = 0;                    // D
   int topk = 0;                     // K
-  int level = 0;                    // < D
+  int level = 0;                    // below D
   const int* candidates = nullptr;  // [B, D, K] ids of the target
   const float* logprobs = nullptr;  // [B, D, K]
-  Tensor fixed{};                   // [B D, P] float32; empty at level 0: no correction
+  Tensor fixed{};                   // [B D, P] float32; empty at level 0: logit(b) is logprob(b)
   Tensor moving{};                  // [B M, P] float32; empty at level 0
   Tensor successors{};              // [V, P]
   float* scores = nullptr;          // [B, M, K] out; at level 0 only row 0 is written
@@ -54,12 +55,12 @@ struct NodeScoresParams {
 REGISTER_OP(node_scores, NodeScoresParams)
 
 struct NodeRowsParams {
-  NodeRows rows;  // of the levels before; out: those of `level`
+  NodeRows rows;  // input: the levels before `level`; output: `level`
   int depth = 0;
   int topk = 0;
   int level = 0;
   const int* candidates = nullptr;
-  const float* scores = nullptr;  // of node_scores
+  const float* scores = nullptr;  // the result of node_scores
   // [B M] out: the parent's row, b M + parent; at level 0: b.
   int* state_rows = nullptr;
 };
@@ -67,8 +68,8 @@ REGISTER_OP(node_rows, NodeRowsParams)
 
 struct NodeDraftParams {
   NodeRows rows;
-  int depth = 0;  // levels that have rows
-  Draft draft;    // out, best first, with parents and scores; M = num_tokens
+  int depth = 0;  // number of levels that have rows
+  Draft draft;    // out, with parents and scores: the best M = num_tokens rows, best first
 };
 REGISTER_OP(node_draft, NodeDraftParams)
 

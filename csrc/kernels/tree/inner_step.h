@@ -21,15 +21,15 @@ namespace cpmcu {
 struct BeginInnerParams {
   int num_seqs = 0;                   // B
   const int* seq_slots = nullptr;     // [B]
-  const int* lengths = nullptr;       // [slots] L, of the outer step
-  Accepted accepted;                  // of the outer step
+  const int* lengths = nullptr;       // [slots] L: the outer lengths
+  Accepted accepted;                  // the tokens that the outer step accepted
   const int* first_tokens = nullptr;  // [B]
-  SlotState inner;                    // out; accepted.max_path as that of the outer step
-  SlotStop* stops = nullptr;          // [slots] out, of the inner step
+  SlotState inner;                    // out; its accepted.max_path equals that of `accepted`
+  SlotStop* stops = nullptr;          // [slots] out: the stops of the inner steps
   // [B, max_path] out: rows[i] of the launch that processed the accepted tokens becomes row
   // slot_rows[i] of the inner accepted hidden states. -1: padding.
   int *rows = nullptr, *slot_rows = nullptr;
-  int num_tokens = 0;             // M, of each draft
+  int num_tokens = 0;             // M: number of tokens of each draft
   int* chain = nullptr;           // [B, M] out: the first token, then -1
   InnerCounts* counts = nullptr;  // [B] out: zero steps and tokens
 };
@@ -39,8 +39,8 @@ REGISTER_OP(begin_inner, BeginInnerParams)
 struct ExtendChainParams {
   int num_seqs = 0;                 // B
   const int* seq_slots = nullptr;   // [B]
-  Accepted accepted;                // of the inner step
-  const SlotStop* stops = nullptr;  // [slots] after the inner step
+  Accepted accepted;                // the tokens that the inner step accepted
+  const SlotStop* stops = nullptr;  // [slots] the stops after the inner step
   int num_tokens = 0;               // M
   int* chain = nullptr;             // [B, M]
   InnerCounts* counts = nullptr;    // [B]

@@ -10,19 +10,20 @@ namespace cpmcu {
 
 struct KeylessRowsParams {
   int num_seqs = 0;                  // B
-  int num_rows = 0;                  // k, rows of each sequence
+  int num_rows = 0;                  // k: number of rows of each sequence
   const int* seq_slots = nullptr;    // [B]
   const int* lengths = nullptr;      // [slots] L
   const int* next_tokens = nullptr;  // [slots]
   Accepted accepted{};
-  int* row_slots = nullptr;        // [B k] out
-  int* positions = nullptr;        // [B k] out: L
-  int* token_seqs = nullptr;       // [B k] out: the row itself
+  int* row_slots = nullptr;   // [B k] out
+  int* positions = nullptr;   // [B k] out: L
+  int* token_seqs = nullptr;  // [B k] out: the number of the row, because each row is a sequence
   int* seq_token_begin = nullptr;  // [B k + 1] out
-  uint64_t* masks = nullptr;       // [B k] out: 0, no entry from L on
+  uint64_t* masks = nullptr;       // [B k] out: 0, so a row sees no entry from L on
   int* root_ids = nullptr;         // [B] out
   int* hidden_rows = nullptr;      // [B] out: Accepted::hidden_row of the token at L - 1
-  int* draft_lengths = nullptr;    // [slots] out: L - max(counts, 1), as begin_draft leaves it
+  // [slots] out: L - max(counts, 1), the value that begin_draft leaves.
+  int* draft_lengths = nullptr;
 };
 
 inline void check_keyless_rows(const KeylessRowsParams& p) {

@@ -18,15 +18,15 @@ struct Lattice {
   int depth = 0;                  // D <= kMaxDraftDepth
   int topk = 0;                   // K <= kMaxTopk
   const int* tokens = nullptr;    // [B, D, K] ids of the target
-  const float* scores = nullptr;  // [B, D, K], or null
-  const float* pairs = nullptr;   // [B, D, K (parent), K (child)], if scores is null
+  const float* scores = nullptr;  // [B, D, K]; null: `pairs` has the scores
+  const float* pairs = nullptr;   // [B, D, K (parent), K (child)], read if `scores` is null
 };
 
 // The rows of a draft block of B sequences: row 0 is the root, the last emitted token. Rows 1 to
 // R - 1 hold the mask token. Row j is at position lengths[slot] + j.
 struct BlockRowsParams {
   int num_seqs = 0;
-  int num_rows = 0;  // R <= kMaxTreeSize, of each sequence
+  int num_rows = 0;  // R <= kMaxTreeSize: number of rows of each sequence
   int mask_id = 0;
   const int* seq_slots = nullptr;    // [B]
   const int* lengths = nullptr;      // [slots]
@@ -55,21 +55,21 @@ REGISTER_OP(block_rows, BlockRowsParams)
 //   false       0              log p   the pairs below a parent have the probability p (DFlash2)
 //   true        max(0, 1 - p)  0       the other tokens keep their logits (DSpark)
 struct PairScoresParams {
-  int num_seqs = 0;                  // B
-  int depth = 0;                     // D
-  int topk = 0;                      // K
-  const int* candidates = nullptr;   // [B, D, K] ids of the draft
-  const float* logprobs = nullptr;   // [B, D, K]
-  const int* id_map = nullptr;       // [draft vocabulary] draft id -> target id; null: equal
+  int num_seqs = 0;                 // B
+  int depth = 0;                    // D
+  int topk = 0;                     // K
+  const int* candidates = nullptr;  // [B, D, K] ids of the draft
+  const float* logprobs = nullptr;  // [B, D, K]
+  const int* id_map = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
   const int* seq_slots = nullptr;    // [B]
   const int* next_tokens = nullptr;  // [slots] the roots: the parents at depth 0
   Tensor predecessors{};             // [V, r] rows of target ids
   Tensor successors{};               // [draft vocabulary, r] rows of draft ids, same dtype
-  Tensor gates{};                    // [B D, r] same dtype; empty: 1
-  Tensor predecessor_gates{};        // [V, r] same dtype; empty: none. Needs gates
+  Tensor gates{};                    // [B D, r] same dtype; empty: every gate is 1
+  Tensor predecessor_gates{};  // [V, r] same dtype, only together with `gates`; empty: no such term
   bool keeps_rest = false;
   int* tokens = nullptr;   // [B, D, K] out: ids of the target
-  float* pairs = nullptr;  // [B, D, K, K] out; at depth 0 only row 0 is written
+  float* pairs = nullptr;  // [B, D, K, K] out; at depth 0 only row 0 (the root) is written
 };
 REGISTER_OP(pair_scores, PairScoresParams)
 
@@ -84,7 +84,7 @@ REGISTER_OP(pair_scores, PairScoresParams)
 // NaN counts as -inf. A candidate whose score is -inf is never drafted; missing tokens are -1.
 struct LatticeTreeParams {
   Lattice lattice;
-  int depth = 0;  // of the longest path, at most that of the lattice
+  int depth = 0;  // maximum number of tokens of a path, at most the lattice's depth
   bool chain = false;
   // A number of at most 0, added to the score of each node whose parent is not on the greedy path.
   // Without pairs the score of a child does not depend on its parent. So it is too high below an

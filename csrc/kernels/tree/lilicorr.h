@@ -12,9 +12,9 @@
 namespace cpmcu {
 
 constexpr int kCandidateFeatures = 5;
-constexpr int kMaxLatticeTopk = 16;       // candidates of a position
-constexpr int kMaxLatticeHeadDim = 256;   // of lattice_attention
-constexpr float kLeastLogprob = -10'000;  // smaller ones count as this, and so does NaN
+constexpr int kMaxLatticeTopk = 16;       // maximum number of candidates of a position
+constexpr int kMaxLatticeHeadDim = 256;   // maximum head size of lattice_attention
+constexpr float kLeastLogprob = -10'000;  // lower log-probabilities, and NaN, count as this
 constexpr float kFeatureNormEps = 1e-5f;
 
 struct LatticeSize {
@@ -62,7 +62,7 @@ REGISTER_OP(bias_silu, BiasSiluParams)
 //   logit = q k / sqrt(head size) + slot_bias[head, d - e + S] + (d = e ? same_bias[head] : 0)
 struct LatticeAttentionParams {
   LatticeSize size;
-  int num_heads = 0;   // of kMaxLatticeHeadDim values at most, a multiple of 8
+  int num_heads = 0;   // each head has a multiple of 8 values, at most kMaxLatticeHeadDim
   Tensor qkv{};        // [R, 3 N]
   Tensor slot_bias{};  // [heads, 2 S + 1], S >= D
   Tensor same_bias{};  // [heads]
@@ -89,11 +89,11 @@ REGISTER_OP(factor_inputs, FactorInputsParams)
 struct FactorPairsParams {
   LatticeSize size;
   const int* candidates = nullptr;  // [R]
-  Tensor factors{};                 // [R, 2 F] float32: out, then in
-  Tensor anchors{};                 // [B, F] float32
+  Tensor factors{};  // [R, 2 F] float32: the out-vector of a candidate, then its in-vector
+  Tensor anchors{};  // [B, F] float32
   float eps = 0;
   float scale = 1;
-  float* pairs = nullptr;  // [B, D, K, K] out; at depth 0 only row 0 is written
+  float* pairs = nullptr;  // [B, D, K, K] out; at depth 0 only row 0 (the root) is written
 };
 REGISTER_OP(factor_pairs, FactorPairsParams)
 

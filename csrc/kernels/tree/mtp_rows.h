@@ -27,26 +27,26 @@ struct MtpRows {
   int* positions = nullptr;            // [R]
   int* token_seqs = nullptr;           // [R]
   int* hidden_rows = nullptr;          // [R]
-  uint64_t* ancestor_masks = nullptr;  // [R] not of a prompt
+  uint64_t* ancestor_masks = nullptr;  // [R]; not written for a prompt
   int* seq_token_begin = nullptr;      // [B + 1]
   // The last row of each branch, [B] for module 0, else [B, k]. Not of a prompt.
   int* last_rows = nullptr;
-  int* lengths = nullptr;  // [slots] L - n, entries before the rows
+  int* lengths = nullptr;  // [slots] L - n: entries in the module's cache before these rows
 };
 
 struct MtpRowsParams {
   int module = 0;  // m
-  int window = 0;  // W = max_path of Accepted
+  int window = 0;  // W: equal to Accepted::max_path
   // hidden_rows are rows of the launch of module m - 1, else Accepted::hidden_row of token q.
   bool chain_hidden = false;
-  int num_seqs = 0;                   // B
-  const int* seq_slots = nullptr;     // [B]
-  SlotState slots;                    // lengths, next_tokens, num_shared, history, accepted
-  DraftBeam beam{};                   // grown to level m - 1. Without tokens: a prompt
+  int num_seqs = 0;                // B
+  const int* seq_slots = nullptr;  // [B]
+  SlotState slots;   // lengths, next_tokens, num_shared, history and accepted are read
+  DraftBeam beam{};  // grown up to level m - 1; without tokens: the rows are a prompt's
   const int* prompt_ids = nullptr;    // [T]
   const int* prompt_begin = nullptr;  // [B + 1]
-  int* draft_lengths = nullptr;       // [slots] out at module 0, as begin_draft leaves it
-  MtpRows rows;                       // out
+  int* draft_lengths = nullptr;  // [slots] written by module 0: the value that begin_draft leaves
+  MtpRows rows;                  // out
 };
 REGISTER_OP(mtp_rows, MtpRowsParams)
 
@@ -75,8 +75,8 @@ REGISTER_OP(shift_ids, ShiftIdsParams)
 // constexpr functions for both).
 struct MtpSequence {
   const MtpRowsParams& p;
-  int seq, slot, length, num_rows, num_branched;  // L, n, e
-  int topk;                                       // k, 1 for a prompt
+  int seq, slot, length, num_rows, num_branched;  // `length` is L, num_rows n, num_branched e
+  int topk;                                       // k; 1 for a prompt
 
   static constexpr MtpSequence of(const MtpRowsParams& p, int seq) {
     const int slot = p.seq_slots[seq], length = p.slots.lengths[slot];

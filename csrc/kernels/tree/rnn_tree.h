@@ -22,20 +22,20 @@ constexpr int kMaxRnnRank = 1024;
 // The order of nodes, ties, missing candidates and chains are those of lattice_tree. The scores
 // below a node are computed when the node is taken.
 struct RnnTreeParams {
-  int num_seqs = 0;                  // B
-  int depth = 0;                     // D
-  int topk = 0;                      // K
-  const int* candidates = nullptr;   // [B, D, K] ids of the draft
-  const float* logprobs = nullptr;   // [B, D, K]
-  const int* id_map = nullptr;       // [draft vocabulary] draft id -> target id; null: equal
+  int num_seqs = 0;                 // B
+  int depth = 0;                    // D
+  int topk = 0;                     // K
+  const int* candidates = nullptr;  // [B, D, K] ids of the draft
+  const float* logprobs = nullptr;  // [B, D, K]
+  const int* id_map = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
   const int* seq_slots = nullptr;    // [B]
   const int* next_tokens = nullptr;  // [slots] the roots
-  Tensor inputs{};                   // [B D, 3 r] float32: W's columns of h times h, plus bias
-  Tensor weight{};                   // [3 r, 2 r + H] W; its first 2 r columns are read
-  Tensor predecessors{};             // [V, r] rows of target ids, dtype of W
-  Tensor successors{};               // [draft vocabulary, r] rows of draft ids, dtype of W
-  Tensor states{};                   // [B kMaxTreeSize, r] float32 scratch
-  int longest = 0;                   // of the paths, at most D
+  Tensor inputs{};  // [B D, 3 r] float32: the part of W that multiplies h, times h, plus the bias
+  Tensor weight{};  // [3 r, 2 r + H] W; its first 2 r columns are read
+  Tensor predecessors{};  // [V, r] rows of target ids, dtype of W
+  Tensor successors{};    // [draft vocabulary, r] rows of draft ids, dtype of W
+  Tensor states{};        // [B kMaxTreeSize, r] float32: scratch
+  int longest = 0;        // maximum number of tokens of a path, at most D
   bool chain = false;
   Draft draft;  // out, with parents and scores
 };

@@ -36,8 +36,8 @@ struct TokenTrees {
   int* parents = nullptr;          // [B, N]; -1 for the root
   int* depths = nullptr;           // [B, N]
   uint64_t* masks = nullptr;       // [B, N] bit i: node i is an ancestor or the node itself
-  int* token_ids = nullptr;        // [B, N] as tokens, but 0 for unused nodes
-  int* token_positions = nullptr;  // [B, N]
+  int* token_ids = nullptr;        // [B, N]: like `tokens`, but unused nodes have 0
+  int* token_positions = nullptr;  // [B, N]: lengths[slot] + depth
   int* token_slots = nullptr;      // [B, N]
   int* token_seqs = nullptr;       // [B, N]
   int* seq_token_begin = nullptr;  // [B + 1]
@@ -48,7 +48,7 @@ struct TokenTrees {
 struct TopkLogprobsParams {
   Tensor logits;                // [R, V] float32
   int topk = 0;                 // k <= kMaxTopk
-  const int* id_map = nullptr;  // [V] draft id -> target id; null: ids are equal
+  const int* id_map = nullptr;  // [V] draft id -> target id; null: the ids are equal
   int* tokens = nullptr;        // [R, k] out, target ids
   float* logprobs = nullptr;    // [R, k] out
 };
@@ -58,15 +58,15 @@ REGISTER_OP(topk_logprobs, TopkLogprobsParams)
 struct DraftBeam {
   int num_seqs = 0;                    // B
   int topk = 0;                        // k
-  int depth = 0;                       // D levels; k (D - 1) <= 64
+  int depth = 0;                       // D: number of levels; k (D - 1) <= 64
   float* scores = nullptr;             // [B, num_candidates] cumulative log-probabilities
   int* tokens = nullptr;               // [B, num_candidates]
-  int* level_candidates = nullptr;     // [B, D, k] candidate index of node r of level s
+  int* level_candidates = nullptr;     // [B, D, k]: candidate number of node r of level s
   float* token_scores = nullptr;       // [B, k] scores of the current level's nodes
   uint64_t* ancestor_masks = nullptr;  // [B, k] bit s k + r: node r of level s
   int* token_ids = nullptr;            // [B, k] tokens of the current level's nodes
-  int* token_parents = nullptr;    // [B, k] row of each node's parent in the draft's last launch
-  int* token_positions = nullptr;  // [B, k] draft length + level
+  int* token_parents = nullptr;    // [B, k]: row of the node's parent in the draft's last launch
+  int* token_positions = nullptr;  // [B, k]: draft_lengths[slot] + level
   int* token_seqs = nullptr;       // [B, k]
   int* seq_token_begin = nullptr;  // [B + 1]
 };
@@ -93,16 +93,18 @@ REGISTER_OP(tree_expand, TreeExpandParams)
 
 // A draft: the nodes of each sequence's tree without the root. Parents precede their children.
 struct Draft {
-  int num_tokens = 0;       // M, of each sequence
-  int* tokens = nullptr;    // [B, M]; -1: the node and its descendants are unused
-  int* parents = nullptr;   // [B, M] node number: 0 is the root, i + 1 is token i. Null: a chain
-  float* scores = nullptr;  // [B, M] log-probability of the path from the root. Null: unknown
+  int num_tokens = 0;     // M: number of tokens of each sequence's draft
+  int* tokens = nullptr;  // [B, M]; -1: the node and its descendants are unused
+  // [B, M]: number of the parent node. 0 is the root, i + 1 is token i. Null: a chain.
+  int* parents = nullptr;
+  // [B, M] log-probability of the path from the root; null: the scores are unknown.
+  float* scores = nullptr;
 };
 
 // Selects the M best candidates of all levels as the draft. M <= num_candidates.
 struct DraftSelectParams {
   DraftBeam beam;
-  Draft draft;  // out, of beam.num_seqs sequences
+  Draft draft;  // out: a draft for each of beam.num_seqs sequences
 };
 REGISTER_OP(draft_select, DraftSelectParams)
 
@@ -119,9 +121,10 @@ constexpr int kMaxStopIds = 16;
 
 // The conditions that end a sequence on the device.
 struct SlotStop {
-  int stop_ids[kMaxStopIds] = {};  // the sequence ends after one of these tokens
+  // The first num_stop_ids are valid: the sequence ends after one of them.
+  int stop_ids[kMaxStopIds] = {};
   int num_stop_ids = 0;
-  int max_tokens = 0;  // tokens that may still be emitted
+  int max_tokens = 0;  // number of tokens that the sequence may still emit
   int finished = 0;
 };
 
@@ -152,11 +155,12 @@ struct AcceptTreeParams {
   const TokenLogprobs* logprobs = nullptr;      // [B N]
   const int* seq_slots = nullptr;               // [B]
   const SlotSampling* sampling = nullptr;       // [slots]
-  const TokenCandidates* candidates = nullptr;  // [B N] of each node, or null: target match
+  const TokenCandidates* candidates = nullptr;  // [B N]; null: acceptance by target match
   int verify_window = 0;
   SlotState state;
-  SlotStop* stops = nullptr;           // [slots]
-  const InnerCounts* inner = nullptr;  // [B] of the drafts, published with the results; null: none
+  SlotStop* stops = nullptr;  // [slots]
+  // [B] speculative steps that the drafts took themselves, published with the results. Null: none.
+  const InnerCounts* inner = nullptr;
   ResultSink sink;
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)
@@ -168,17 +172,17 @@ REGISTER_OP(accept_tree, AcceptTreeParams)
 //   entries        L + paths[j]    L + j                                    1 .. counts - 1
 //   hidden states  b N + paths[j]  Accepted::hidden_row(slot, L + j)        0 .. counts - 1
 struct KeepAcceptedParams {
-  Tensor pool{};                    // [planes, pages, heads * 64 * width]; may be empty
-  int num_heads = 0;                // of a page
-  int width = 0;                    // elements of an entry of one head
+  Tensor pool{};                    // [planes, pages, heads * 64 * width]; empty: no entries move
+  int num_heads = 0;                // number of heads in a page
+  int width = 0;                    // elements in the entry of one head
   const int* page_table = nullptr;  // [slots, max_pages]
   int max_pages = 0;
   int num_seqs = 0;
   int num_nodes = 0;               // N
   const int* seq_slots = nullptr;  // [B]
-  const int* lengths = nullptr;    // [slots] after acceptance
+  const int* lengths = nullptr;    // [slots] lengths after the acceptance
   Accepted accepted;
-  Tensor hidden{};           // [B N, F]; may be empty
+  Tensor hidden{};           // [B N, F]; empty: no hidden states move
   Tensor accepted_hidden{};  // [slots (D + 1), F]
 };
 REGISTER_OP(keep_accepted, KeepAcceptedParams)
@@ -193,16 +197,17 @@ REGISTER_OP(keep_accepted, KeepAcceptedParams)
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  const int* lengths = nullptr;  // [slots] tokens that the target model has cached
+  const int* lengths = nullptr;  // [slots]: tokens in the target's cache
   Accepted accepted;
-  bool shifted = false;            // entry t of the draft belongs to the id of token t + 1
-  int* draft_lengths = nullptr;    // [slots] out, tokens that the draft has cached
+  // Entry t of the draft combines token t's hidden state with the id of token t + 1.
+  bool shifted = false;
+  int* draft_lengths = nullptr;    // [slots] out: tokens in the draft's cache
   int* ids = nullptr;              // [B, D + 1] out
   int* positions = nullptr;        // [B, D + 1] out
   int* token_seqs = nullptr;       // [B, D + 1] out
   int* hidden_rows = nullptr;      // [B, D + 1] out: rows of accepted_hidden
   int* seq_token_begin = nullptr;  // [B + 1] out
-  int* last_rows = nullptr;        // [B] out: the last accepted token, b (D + 1) + n - 1
+  int* last_rows = nullptr;        // [B] out: b (D + 1) + n - 1, the row of the last accepted token
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
 
@@ -224,8 +229,8 @@ struct ShiftPromptParams {
   const int* token_seqs = nullptr;       // [T]
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
-  const int* lengths = nullptr;     // [slots] tokens that the target model cached before the chunk
-  const int* num_shared = nullptr;  // [slots] as in SlotState; null: none
+  const int* lengths = nullptr;          // [slots]: tokens in the target's cache before the chunk
+  const int* num_shared = nullptr;       // [slots], as in SlotState; null: no pages are shared
   struct Launch {
     int* ids = nullptr;              // [T]
     int* positions = nullptr;        // [T]
@@ -233,9 +238,10 @@ struct ShiftPromptParams {
     int* hidden_rows = nullptr;      // [T]
     int* seq_token_begin = nullptr;  // [B + 1]
   };
-  Launch first;                  // out, B tokens
-  int* first_lengths = nullptr;  // [slots] out, tokens that the draft cached before `first`
-  Launch rest;  // out, T - B tokens; the draft has cached `lengths` tokens before them
+  Launch first;                  // out: B tokens
+  int* first_lengths = nullptr;  // [slots] out: tokens in the draft's cache before `first`
+  // Out: T - B tokens. Before them, `lengths` tokens are in the draft's cache.
+  Launch rest;
 };
 REGISTER_OP(shift_prompt, ShiftPromptParams)
 
@@ -246,7 +252,7 @@ REGISTER_OP(shift_prompt, ShiftPromptParams)
 struct NgramLookupParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  const int* history = nullptr;  // [slots, max_len] cached tokens
+  const int* history = nullptr;  // [slots, max_len]: the cached tokens
   int max_len = 0;
   const int* lengths = nullptr;      // [slots]
   const int* next_tokens = nullptr;  // [slots]

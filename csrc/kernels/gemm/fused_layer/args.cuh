@@ -12,7 +12,8 @@ constexpr uint32_t kNotReady = 0xFFFFFFFF;  // a NaN; instructions produce 0x7FF
 
 // A sum that does not depend on the order of its terms. A term is split into units of 2^-8 and a
 // remainder in units of 2^-48. The limit of 2^56 is far beyond any sum of squares of a norm.
-struct alignas(128) ExactSum {  // a cache line each, so that atomics on neighbours do not serialise
+// One cache line each, so that atomics on neighbours do not serialise.
+struct alignas(128) ExactSum {
   unsigned long long high, low;
 
   __device__ __forceinline__ void add(float term) {
@@ -27,15 +28,16 @@ struct alignas(128) ExactSum {  // a cache line each, so that atomics on neighbo
 
 // Weight blocks that each CTA prefetches to L2 for one row (prefetch.cuh), 18 MB on an H100.
 constexpr int prefetch_blocks_of(int bits) { return bits == 8 ? 4 : 8; }
-constexpr int kMaxFusedParts = 6;  // two GEMMs may have a rest
-constexpr uint32_t kSummed = 64;   // at least the number of slices; divides 2^32
+// GEMMs and their rests (GemmArgs); at most two GEMMs have a rest.
+constexpr int kMaxFusedParts = 6;
+constexpr uint32_t kSummed = 64;  // maximum number of slices; divides 2^32
 
 // State kept from launch to launch. Zero at first.
 struct FusedState {
   // Grid barrier of GEMM i: the number of CTAs that have completed their part of all that GEMM i
   // reads. A cache line for each counter. Never reset.
   uint32_t arrived[kMaxFusedGemms][32];
-  uint32_t bases[kMaxFusedGemms];  // value of `arrived` before this launch
+  uint32_t bases[kMaxFusedGemms];  // the value of `arrived` when the launch began
   uint32_t launches;
   // Double-buffered: one half is in use, the other is zeroed.
   ExactSum squares[2][kMaxFusedGemms][kMaxFusedRows];
@@ -48,13 +50,14 @@ static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
 // The weight blocks of a part of a GEMM, and how they are divided among CTAs.
 struct WeightBlocks {
-  const char* blocks;     // [tiles of the GEMM][k_blocks]; null: 16-bit W
-  int first_tile, tiles;  // [first_tile, tiles): tiles of 256 rows
-  int k_blocks;           // of Mainloop's size
+  const char* blocks;     // [tiles of the GEMM][k_blocks]; null: W has 16 bits
+  int first_tile, tiles;  // the part has `tiles` tiles of 256 rows, from first_tile on
+  int k_blocks;           // number of k blocks, of the size that the Mainloop has
   int block_bytes;
   int slices, slice_blocks, longer_slices;
-  int one_over_slices;  // 1 / slices in units of 2^-16, rounded up: divides small numbers
-  int active_ctas;      // number of CTAs with a part in the GEMM
+  // 1 / slices in units of 2^-16, rounded up; replaces divisions of small numbers.
+  int one_over_slices;
+  int active_ctas;  // number of CTAs with a part in the GEMM
 
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
@@ -62,24 +65,25 @@ struct WeightBlocks {
 // A GEMM, or a part of its tiles. If the tiles of a gated GEMM do not divide evenly among the CTAs,
 // the few tiles left over are its rest: a separate part whose K is cut.
 struct alignas(64) GemmArgs : WeightBlocks {
-  int number;               // of the GEMM in the launch; indexes FusedState
-  bool is_rest;             // x is that of the part before, and no grid barrier lies between
-  TensorMap x_map, w_map;   // for TMA; w_map: 16-bit W only
+  int number;  // number of the GEMM in the launch, an index of FusedState
+  // The part has the x of the part before it, so no grid barrier lies between them.
+  bool is_rest;
+  TensorMap x_map, w_map;   // read by TMA; w_map only if W has 16 bits
   const void* x;            // [M, K]
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
-  const void* bias;         // [N], added to y; null: none. Without a norm and rotary_kv
+  const void* bias;         // [N], added to y; null: none. A bias excludes a norm and rotary_kv
   float norm_offset;        // added to norm_weight
   float alpha, beta;
-  float inv_size, eps;  // of the norm of x; inv_size 0: no norm
+  float inv_size, eps;  // size and eps of the norm of x: 1 / K and eps; inv_size 0: no norm
   int n, k;
   // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
   // rotary_kv follows, so that a lane holds both elements of a rotated pair.
   int rope_pair_stride = 1;
   uint8_t scale_form;
   bool gated;
-  uint8_t rank_sum;  // number of this sum over ranks in the launch, from 1; 0: none
+  uint8_t rank_sum;  // number of this sum over ranks in the launch, from 1; 0: no such sum
 };
 
 // rotary_kv after the last GEMM.
@@ -96,8 +100,8 @@ struct Rotary {
 // How attention splits are combined before the first GEMM.
 enum class CombineMode {
   kNone,         // there are no splits, or attention_combine has run before this kernel
-  kPerCtaSlice,  // one row: each CTA combines its slice of x, straight into its stages
-  kGridWide,     // all CTAs share the work; x goes through memory and a grid barrier
+  kPerCtaSlice,  // one row: each CTA combines its slice of x and stores it in its stages
+  kGridWide,     // all CTAs combine rows of x in memory; a grid barrier follows
 };
 
 struct FusedLayerArgs {
@@ -107,21 +111,21 @@ struct FusedLayerArgs {
   // Partial sums: [CTAs][warp tiles][row groups][m16 tiles][lanes] fragments of 16 bytes.
   char* fragments;
   int num_parts, num_gemms, m;
-  int min_active_ctas;  // minimum over all GEMMs but the last, without rests
+  int min_active_ctas;  // minimum of active_ctas over all GEMMs but the last, without rests
   CombineMode combine_mode;
-  int max_splits, head_dim;  // of attention
+  int max_splits, head_dim;  // of the attention whose splits are combined
   WeightBlocks following[kMaxFollowing];
   int num_following;
   int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
   int num_rank_sums;
-  Exchange exchange;  // of these sums
+  Exchange exchange;  // the exchange that these sums use
 };
 
 // The state of the exchange when a launch with sums over ranks begins.
 struct RankRounds {
-  uint32_t before;  // rounds of earlier launches
+  uint32_t before;  // number of rounds of earlier launches
   bool is_silent;   // for tests: this rank sends nothing
-  bool waits;       // false: this rank gave up before
+  bool waits;       // false: this rank gave up in an earlier launch
 };
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...

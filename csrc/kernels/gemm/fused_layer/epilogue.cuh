@@ -14,11 +14,12 @@ struct EpilogueTiles {
   const FusedLayerArgs& args;
   const GemmArgs& gemm;
   T* y;
-  int n0;               // first stored row of the GEMM tile
+  int n0;               // number of the tile's first row of W, in stored order
   int first_warp_tile;  // first warp tile that this CTA owns
   bool rotated;
-  int g, q2;                     // the lane's stored row within 8, and its row of x
-  T old[2][2][2], weight[2][2];  // `weight`: norm weights, or the bias of rotary_kv or y
+  int g, q2;  // the lane's row of W within 8 rows, and its first row of x within 8 rows
+  // `old`: y before the launch. `weight`: norm weights, or the bias of rotary_kv or y.
+  T old[2][2][2], weight[2][2];
   TokenRotation rotations[2];
 
   // The first m16 tile of an epilogue tile.

@@ -95,10 +95,11 @@ void add_gemm(FusedLayerArgs& args, GemmArgs gemm, int num_ctas) {
 
 // Differences between the kernels of the architectures, besides their main loops.
 struct FusedTarget {
-  bool has_maps;     // x and 16-bit W are read through tensor maps
-  int64_t max_rows;  // of a launch with 4-bit W, for the layouts with kernels for many rows
-  int max_combined_k_blocks;  // of the type Copies (mainloops.cuh)
-  int max_rotated_groups;     // of the type Copies (mainloops.cuh)
+  bool has_maps;  // tensor maps exist, through which x and 16-bit W are read
+  // Maximum rows of a launch with 4-bit W, in layouts that have kernels for many rows.
+  int64_t max_rows;
+  int max_combined_k_blocks;  // kMaxCombinedKBlocks of the type Copies (mainloops.cuh)
+  int max_rotated_groups;     // kMaxRotatedGroups of the type Copies (mainloops.cuh)
 };
 
 bool has_4_bits(const FusedGemm& gemm) {

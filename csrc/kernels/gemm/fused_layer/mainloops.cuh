@@ -44,7 +44,7 @@ struct PackedMainloop {
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
   static constexpr bool kHas8Bits = Unpacker::kBits == 8;
   static constexpr int kWeightBytes = Unpacker::kBlock + Unpacker::kExtraBytes;
-  static constexpr float kScale = Unpacker::template kFactor<T>;  // factor in the sums
+  static constexpr float kScale = Unpacker::template kFactor<T>;  // factor of the sums
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. Above 16 rows the consumers are the bottleneck, and more blocks are better.
@@ -132,7 +132,8 @@ struct DenseMainloop {
   static constexpr int kInFlight = 2, kPrefetchBlocks = 0;
 
   LaneRows<kGroups> lane_rows;
-  uint32_t lane_weights[2];  // the lane's ldmatrix row in both m16 tiles: first or second 8 k
+  // Ldmatrix offset of the lane's row in each m16 tile: of its first or second 8 k.
+  uint32_t lane_weights[2];
 
   __device__ __forceinline__ explicit DenseMainloop(const GemmArgs& gemm) {
     const int lane = threadIdx.x % 32;
@@ -146,8 +147,8 @@ struct DenseMainloop {
 
   struct Source {
     const TensorMap* map;
-    int k;            // first column of both boxes
-    int row, second;  // first row of each box
+    int k;            // first column of both TMA boxes
+    int row, second;  // first row of each TMA box
 
     __device__ __forceinline__ Source(const GemmArgs& gemm, int tile, int k_block)
         : map(&gemm.w_map),

@@ -35,7 +35,7 @@ __device__ __forceinline__ float silu_product(float gate, float up) { return sil
 // further.
 struct TokenRotation {
   Rotation rotations[2];
-  int entry;  // [pages, 64]
+  int entry;  // index of the KV entry in [pages, 64]
 
   // Reads only data that were complete before the pass.
   __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {

@@ -17,7 +17,8 @@
 
 namespace cpmcu::cuda::fused {
 
-constexpr int kNoMoreLoads = 1 << 20;  // added to num_loaded when no more prefetches are needed
+// The producer adds it to num_loaded when no more prefetches are needed.
+constexpr int kNoMoreLoads = 1 << 20;
 
 // By one warp. `num_loaded`: weight blocks that the producer has requested so far.
 template <typename Mainloop>

@@ -6,7 +6,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kWarpTileRows = 32;                        // rows of W of a warp
+constexpr int kWarpTileRows = 32;                        // rows of W in a warp tile
 constexpr int kWarpTiles = kPackedRows / kWarpTileRows;  // warp tiles of a weight block
 
 }  // namespace

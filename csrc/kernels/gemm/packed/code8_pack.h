@@ -9,11 +9,15 @@ namespace cpmcu {
 // beyond. Scale [i, j] belongs to `rows_per_scale` rows of the part and `k_per_scale` k.
 struct Code8PackParams {
   PackedWeight w;
-  Tensor codes;                // [n, K], 1 byte each
-  Tensor scales;               // [ceil(n / rows_per_scale), ceil(K / k_per_scale)] float32
-  int64_t first_row = 0;       // in the checkpoint's order; a multiple of 8 if 8 rows share a scale
-  int64_t rows_per_scale = 1;  // a multiple of 8, or at least n, if 8 rows share a scale
-  int64_t k_per_scale = kPackedK;  // a multiple of 128, or at least K
+  Tensor codes;   // [n, K], 1 byte each
+  Tensor scales;  // [ceil(n / rows_per_scale), ceil(K / k_per_scale)] float32
+  // In the checkpoint's order; a multiple of 8 if 8 rows of W share a scale.
+  int64_t first_row = 0;
+  // Rows that share a scale in the file. A multiple of 8, or at least n, if 8 rows of W share a
+  // scale.
+  int64_t rows_per_scale = 1;
+  // Inputs that share a scale in the file: a multiple of 128, or at least K.
+  int64_t k_per_scale = kPackedK;
 };
 
 inline void check_code8_pack(const Code8PackParams& p) {

@@ -9,14 +9,15 @@ namespace cpmcu {
 // Packs rows [first_row, first_row + n) of W. The part that reaches row N also fills the padding
 // beyond.
 struct FloatGroupPackParams {
-  PackedWeight w;         // with group scales
-  Tensor codes;           // [n, K] of 1 byte; e2m1: uint8 [n, K / 2], the low nibble is the even k
-  Tensor scales;          // [n, K / group] of 1 byte: e4m3, or powers of two (e8m0)
-  bool powers = false;    // whether scales are powers of two
-  Tensor factor{};        // float32, one number: multiplies all scales of the part; empty: 1
-  bool divides = false;   // the factor divides instead
-  int64_t first_row = 0;  // in the checkpoint's order; a multiple of 8
-  bool interleaved = false;  // of a gated W: rows of gate and of up alternate
+  PackedWeight w;  // its layout has group scales
+  // [n, K] of 1 byte. With e2m1, uint8 [n, K / 2]: the low nibble is the even k.
+  Tensor codes;
+  Tensor scales;             // [n, K / group] of 1 byte: e4m3, or powers of two (e8m0)
+  bool powers = false;       // scales are powers of two (e8m0)
+  Tensor factor{};           // float32, one number that multiplies all scales of the part; empty: 1
+  bool divides = false;      // the factor divides the scales
+  int64_t first_row = 0;     // number in the checkpoint's order; a multiple of 8
+  bool interleaved = false;  // W is gated, and the part alternates a row of gate and a row of up
 };
 
 inline void check_float_group_pack(const FloatGroupPackParams& p) {

@@ -13,7 +13,8 @@
 
 namespace cpmcu {
 
-constexpr int kTopExponent = 30;  // of a byte: the largest power of two of 8 rows x 128 k
+// Exponent field of the byte that stands for the largest scale of 8 rows x 128 k.
+constexpr int kTopExponent = 30;
 
 // A power of two at most 2^most_exponents below the largest one is exact in float16 times any code.
 // Smaller ones become 0: their part of a sum is below the precision of float32 (e4m3: a quarter

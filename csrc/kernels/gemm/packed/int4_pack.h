@@ -24,13 +24,13 @@ enum class Int4Format : int {
 struct Int4PackParams {
   PackedWeight w;
   Int4Format format = Int4Format::kGptq;
-  Tensor q;       // int32, shape by format
-  Tensor scales;  // the layout's scale_dtype
-  Tensor zeros;   // int32; empty if W has no zero points
+  Tensor q;       // int32; the format gives the shape
+  Tensor scales;  // dtype scale_dtype of the layout; the format gives the shape
+  Tensor zeros;   // int32; the format gives the shape; empty if W has no zero points
   int64_t first_row = 0;
   int64_t first_k = 0;
   int64_t n = 0;
-  int64_t k = 0;  // first_k and k are multiples of 128 unless the part reaches K
+  int64_t k = 0;  // first_k and k are multiples of 128; but if the part reaches K, k is any number
   // How many k share a scale in the tensors, unless scales are channel-wise: 128, or a multiple of
   // the group in W's blocks.
   int64_t k_per_scale = kPackedK;

@@ -12,13 +12,14 @@ struct Int8PackParams {
   // The dtype tells the form. uint8 [n, K] holds q. int8 [n, K] holds q - 128. int32 [K / 4, n]
   // holds q: byte i of a word is k = 4 row + i.
   Tensor codes;
-  Tensor scales;  // the layout's scale_dtype, [n or 1, G]; beside int32 [G, n]
+  Tensor scales;  // dtype scale_dtype of the layout; [n or 1, G], or [G, n] if codes are int32
   // If W has zero points, int32 words of four bytes. If the codes are int32, they are [G, n / 4]
   // and byte i is n = 4 column + i. Otherwise they are [n / 4, G] and byte i is n = 4 row + i.
   Tensor zeros{};
-  int zero_offset = 0;      // added to the bytes, modulo 256
-  int64_t first_row = 0;    // in the checkpoint's order; a multiple of 8
-  int64_t k_per_scale = 0;  // a multiple of W's groups of 32, or at least K
+  int zero_offset = 0;    // number that is added to the bytes, modulo 256
+  int64_t first_row = 0;  // number in the checkpoint's order; a multiple of 8
+  // Inputs that share a scale in the file: a multiple of 32, or at least K.
+  int64_t k_per_scale = 0;
 };
 
 inline void check_int8_pack(const Int8PackParams& p) {

@@ -9,11 +9,12 @@ namespace cpmcu {
 // beyond.
 struct KQuantPackParams {
   PackedWeight w;
-  Tensor codes;  // kK4: uint8 [n, K / 2], the low nibble is the even k; kK8: int8 [n, K]
+  // KK4: uint8 [n, K / 2], the low nibble is the even k. kK8: int8 [n, K].
+  Tensor codes;
   // uint8 [n, k_blocks * record_bytes]: the records of each row (layout.h) in order of K.
   Tensor records;
-  Tensor min_records{};   // empty if W has no minimum
-  int64_t first_row = 0;  // in the checkpoint's order; a multiple of 8
+  Tensor min_records{};   // records of the minima; empty if W has no minima
+  int64_t first_row = 0;  // number in the checkpoint's order; a multiple of 8
 };
 
 inline void check_k_quant_pack(const KQuantPackParams& p) {

@@ -44,7 +44,8 @@ constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32
 // registers a thread on). Above 16 rows, the sums leave no registers for a second CTA.
 template <int kGroups>
 constexpr bool kOverlaps = kGroups <= 2;
-constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // bytes; both fit into 228 KB
+// Bytes of a CTA's shared memory; an SM with 228 KB holds one CTA of each size.
+constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;
 template <typename Mma, int kGroups>
 constexpr int kMaxThreads = kOverlaps<kGroups> ? 640 : kAllThreads<Mma, kGroups>;
 

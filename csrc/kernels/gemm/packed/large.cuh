@@ -30,7 +30,7 @@ struct PackedLargeRing
     : LargeRing<8 * kGroups * kRowBytes, kHalfBytes<Unpacker>, kOutBytes, kBudget> {
   using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes<Unpacker>, kOutBytes, kBudget>;
   using Base::Base;
-  static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
+  static constexpr int kRows = 8 * kGroups;  // rows of x in a tile
   static constexpr int kXBytes = kRows * kRowBytes;
   static_assert(kRows * kLargeRowBytes <= kOutBytes && Base::kStages > 1);
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy_half_rows(const Ring& ring, int stage, cons
 struct HalfBlockRows {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = ptx::uniform_warp();
   const int warp_tile = warp / 2;
-  const bool second = warp % 2 != 0;                                     // of the two m16 tiles
+  const bool second = warp % 2 != 0;  // the second of the warp tile's two m16 tiles
   const int first = warp_tile * kWarpTileRows + second * 16 + lane / 4;  // the lane's first row
 };
 

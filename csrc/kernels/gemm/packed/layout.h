@@ -37,9 +37,9 @@
 
 namespace cpmcu {
 
-constexpr int kPackedRows = 256;  // of a weight block
+constexpr int kPackedRows = 256;  // rows of W in a weight block
 constexpr int kPackedK = 128;
-constexpr uint16_t kHalvesTag = 0x7FFF;  // a NaN, which no d is
+constexpr uint16_t kHalvesTag = 0x7FFF;  // a NaN, which d never is
 
 enum class Codes : uint8_t { kInt4, kInt8, kE4m3, kE2m1, kK4, kK8, kOther };
 
@@ -49,21 +49,21 @@ struct PackedLayout {
 
   Codes codes = Codes::kInt4;
   int planes = 1;
-  bool zero_points = false;         // kInt4; kInt8
-  bool minimum = false;             // kK4: true; kK8
-  bool halves = false;              // kK4, kK8
-  DType scale_dtype = DType::kF16;  // kInt4, kInt8: or kBF16
-  int scale_rows = 1;               // kE4m3: rows of a block that share a scale, 1 or 8
-  int group = 0;                    // k of a group: 0 (128) or 32; kInt4, kE2m1, kK8: also 16
-  int64_t other_block_bytes = 0;    // kOther only
-  Decode decode = nullptr;          // kOther only
+  bool zero_points = false;         // only for kInt4 and kInt8
+  bool minimum = false;             // true for kK4; either for kK8
+  bool halves = false;              // only for kK4 and kK8
+  DType scale_dtype = DType::kF16;  // only for kInt4 and kInt8: kF16 or kBF16
+  int scale_rows = 1;               // only for kE4m3: rows of a block that share a scale, 1 or 8
+  int group = 0;  // k that share a scale: 0 (128) or 32; also 16 for kInt4, kE2m1 and kK8
+  int64_t other_block_bytes = 0;  // only for kOther
+  Decode decode = nullptr;        // only for kOther
 
   int bits() const {
     return codes == Codes::kInt4 || codes == Codes::kE2m1 || codes == Codes::kK4 ? 4 : 8;
   }
   int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
   int groups() const { return group == 0 ? 1 : kPackedK / group; }  // of a row of a block
-  int record_bytes() const {                                        // kK4, kK8
+  int record_bytes() const {                                        // only for kK4 and kK8
     return codes == Codes::kK4 && halves ? 2 * groups() : 2 + groups();
   }
   int64_t block_bytes() const {

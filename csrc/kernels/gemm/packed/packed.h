@@ -63,8 +63,8 @@ constexpr int64_t part_row(int64_t row, int64_t first_row, bool interleaved, int
 // row index[i] of x. The rows of x for a gated W are those of gate, then those of up.
 struct PackedQuantizeParams {
   PackedWeight w;
-  Tensor x;                    // [rows, K] float16, bfloat16 (or float32 on the CPU)
-  const int* index = nullptr;  // [N] on the device
+  Tensor x;                    // [rows, K] float16 or bfloat16, on the CPU also float32
+  const int* index = nullptr;  // [N] row numbers of x, in device memory; null: no index
 };
 
 // Dequantises rows [first_row, first_row + out.size(0)) of W in stored order, rounded once.
@@ -78,9 +78,10 @@ struct PackedGemmParams {
   Tensor y;  // [M, N] (gated: [M, N / 2]), dtype of x, or float32
   Tensor x;  // [M, K], K a multiple of 8
   PackedWeight w;
-  float alpha = 1;   // 1 if gated
-  float beta = 0;    // 0: y is not read; 0 if gated
-  Tensor scratch{};  // [packed_scratch_floats] float32; compute capability below 9.0 or from 12.0
+  float alpha = 1;  // 1 if gated
+  float beta = 0;   // 0: y is not read; 0 if gated
+  // [packed_scratch_floats] float32. Needed below compute capability 9.0 and from 12.0 on.
+  Tensor scratch{};
 };
 
 inline int64_t packed_scratch_floats(const PackedWeight& w, int64_t max_rows) {

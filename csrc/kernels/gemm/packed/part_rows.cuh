@@ -11,8 +11,10 @@ namespace {
 struct PartRows {
   char* blocks;
   int64_t block_bytes;
-  int n, rows;             // rows of W; rows of the part
-  int first_row, end_row;  // to write, in the checkpoint's order; the last part has the padding too
+  int n, rows;  // number of rows of W, and of the part
+  // Rows to write, [first_row, end_row) in the checkpoint's order. The last part also has the
+  // padding.
+  int first_row, end_row;
   bool gated, interleaved;
 
   __device__ __forceinline__ char* block() const {

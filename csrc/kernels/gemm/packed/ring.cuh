@@ -21,7 +21,7 @@ struct PackedRing {
                        kStageBytes = kXBytes + kBlockRoom<Unpacker>;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
-  uint32_t end;  // end of the barriers in use
+  uint32_t end;  // address behind the barriers in use
 
   __device__ __forceinline__ PackedRing(const void* data, const void* barriers, int stages)
       : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
@@ -66,9 +66,10 @@ __device__ __forceinline__ void produce(const PackedGemmArgs& args,
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
-  int left = num_iterations;  // weight blocks not yet requested
+  int left = num_iterations;  // weight blocks that are not requested yet
   if (left <= kLoadsLeftAtTrigger<kGroups>) ptx::pdl_launch();
-  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // the next loads
+  // Place of the next loads.
+  int tile = first_tile, weights_block = first_block, rows_block = first_block;
 
   using Stage = typename PackedRing<Unpacker, kGroups>::Stage;
   const auto next_weights = [&] {

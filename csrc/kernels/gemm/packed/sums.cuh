@@ -11,20 +11,20 @@ namespace cpmcu::cuda {
 
 // The arguments of all kernels of packed_gemm.
 struct PackedGemmArgs {
-  TensorMap x_map;     // used if Mma::kTensorMap
+  TensorMap x_map;     // read only if Mma::kTensorMap
   void* y;             // [M, N], T or float32; gated: [M, N / 2]
   const void* x;       // [M, K]
   const char* blocks;  // [tiles][k_blocks]
-  float* partials;     // null with clusters
+  float* partials;     // sums of each slice; null if clusters add the slices
   int m, n, k;
   int tiles;           // tiles of 256 rows
-  int rounds;          // tiles of a CTA; some CTAs have one less
-  int k_blocks;        // k blocks of 128, all planes
-  int plane_k_blocks;  // k blocks of a plane; x restarts after each plane
+  int rounds;          // number of tiles of a CTA; some CTAs have one less
+  int k_blocks;        // number of k blocks of 128, of all planes
+  int plane_k_blocks;  // number of k blocks of a plane; x starts again after each plane
   int block_bytes;
   int slices;
-  int slice_blocks, longer_slices;  // k blocks of a slice; slices with one more
-  uint8_t first_m16_tile[9];        // see SliceReceiver
+  int slice_blocks, longer_slices;  // k blocks of a slice; number of slices that have one more
+  uint8_t first_m16_tile[9];        // explained at SliceReceiver
   int stages;
   // Weight blocks requested before x arrives: to stages, and further ones to L2.
   int early_stages, early_l2_blocks;
@@ -36,7 +36,8 @@ struct PackedGemmArgs {
 namespace {
 
 constexpr int kM16Tiles = 2 * kWarps;  // m16 tiles of a weight block
-constexpr int kGroupBytes = 32 * 16;   // sums of an m16 tile x 8 rows of x: 16 bytes a lane
+// Bytes of the sums of an m16 tile and 8 rows of x: 16 bytes a lane.
+constexpr int kGroupBytes = 32 * 16;
 
 // Whether code of this compute capability adds slices in clusters. The stages and the DSMEM receive
 // buffer need more shared memory than the 99 KB of a CTA on GeForce cards, also from 12.0 on.
@@ -165,7 +166,7 @@ struct SliceReceiver {
   // Fragments of an m16 tile. A fragment has a lane's sums of a row group.
   static constexpr int kFragments = kGroups * 32;
   uint32_t fragments, received;
-  int slice, lane;  // the slice of this CTA; the lane of this thread
+  int slice, lane;  // slice of this CTA; lane of this thread
 
   // By one thread.
   __device__ __forceinline__ void open(const PackedGemmArgs& args) const {

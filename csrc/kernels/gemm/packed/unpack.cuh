@@ -30,7 +30,7 @@ namespace {
 
 // Offsets within a block.
 template <typename Unpacker>
-constexpr int kPairBytes = 32 * 4 * Unpacker::kBits;  // two k steps of a warp tile
+constexpr int kPairBytes = 32 * 4 * Unpacker::kBits;  // bytes of two k steps of a warp tile
 template <typename Unpacker>
 constexpr int kWarpTileBytes = kPackedK / 32 * kPairBytes<Unpacker>;
 template <typename Unpacker>

@@ -14,7 +14,7 @@ struct E4m3 {
   static constexpr int kScaleBytes = 4 * kPackedRows, kTileBytes = 0;
   static constexpr int kExtraBytes = kScaleBytes, kTileOffset = kBlock + kScaleBytes;
   static constexpr int kScaleSteps = 8;
-  using Fragment = uint2;  // rows g and g + 8
+  using Fragment = uint2;  // codes of rows g and g + 8
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1.0f / 256 : 1;
 
@@ -139,7 +139,7 @@ struct E2m1Numbers : Scales {
   static __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word,
                                                 const typename Scales::template Tile<T>& tile,
                                                 int step) {
-    constexpr int kPlace = std::is_same_v<T, __half> ? 9 : 6;  // of the lowest bit of a mantissa
+    constexpr int kPlace = std::is_same_v<T, __half> ? 9 : 6;  // place of the mantissa's lowest bit
     constexpr uint32_t kMagnitude = 0x00070007u << kPlace, kSign = 0x80008000;
     const uint32_t scales[2] = {Scales::template scale_of<T>(tile, 0, step),
                                 Scales::template scale_of<T>(tile, 1, step)};
@@ -187,7 +187,7 @@ struct E2m1 : E2m1Numbers<GroupScales<4, 16>> {
 using E2m1By32 = E2m1Numbers<GroupScales<4, 32>>;
 
 struct GroupedE4m3 : GroupScales<8, 32> {
-  using Fragment = uint2;  // rows g and g + 8
+  using Fragment = uint2;  // codes of rows g and g + 8
   template <typename T>
   static constexpr float kFactor = 1.0f / 256;
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ float load_float(const char* from) {
 // Bits of `form` (scale_form). kFirstForm: bfloat16 scales of integers, groups of 16 of e2m1, or
 // one scale for eight rows of e4m3.
 constexpr uint8_t kFirstForm = 1;
-constexpr uint8_t kZerosForm = 2;  // integers with groups have zero points
+constexpr uint8_t kZerosForm = 2;  // integers whose groups have zero points
 
 enum class Zeros { kNone, kAll, kByForm };
 
@@ -154,7 +154,7 @@ struct Int8 : IntegerScales<Zeros::kByForm, 4> {
   static constexpr int kBits = 8;
   static constexpr int kBlock = kPackedRows * kPackedK;
   static constexpr int kTileOffset = kBlock + kScaleBytes;
-  using Fragment = uint2;  // rows g and g + 8
+  using Fragment = uint2;  // codes of rows g and g + 8
   template <typename T>
   static constexpr float kFactor = std::is_same_v<T, __half> ? 1 : 1.0f / 64;
 

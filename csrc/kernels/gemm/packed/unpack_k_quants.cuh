@@ -11,7 +11,8 @@ namespace {
 template <int kGroups>
 struct Records {
   static constexpr int kScaleSteps = 8 / kGroups;
-  static constexpr bool kAllHalves = kGroups == 4;  // with kFirstForm
+  // With kFirstForm, all records hold float16 numbers.
+  static constexpr bool kAllHalves = kGroups == 4;
   static constexpr int kScaleBytes = kPackedRows * (kAllHalves ? 8 : 2 + kGroups);
 
   static constexpr __host__ __device__ int record(uint8_t form) {
