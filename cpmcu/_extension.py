@@ -42,7 +42,7 @@ def load() -> ModuleType:
     # was 30 times slower on 2 busy cores. libgomp reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     spec = importlib.util.spec_from_file_location(NAME, found[0])
-    assert spec is not None and spec.loader is not None  # since the suffix is known
+    assert spec is not None and spec.loader is not None  # the suffix is known, so a loader exists
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     try:

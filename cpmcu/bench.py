@@ -145,7 +145,7 @@ class BenchOptions:
         if self.report and self.json:
             raise ValueError("--report is given with --json, expected one of them")
         if self.sequences is not None:
-            parse_counts(self.sequences)  # raises
+            parse_counts(self.sequences)  # raises ValueError if it is wrong
             if len(self.lengths) > 1:
                 raise ValueError(f"contexts is {self.contexts!r} with --sequences, expected one")
 
@@ -222,7 +222,8 @@ def run_plain(
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
     depth = config.speculation.options.get("spec_num_iter") or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
-    most_tokens = depth + 1 if has_draft(config) else 1  # per step
+    # Maximum number of tokens that a step emits.
+    most_tokens = depth + 1 if has_draft(config) else 1
     for context in options.lengths:
         fitting_steps(loaded.engine, context, options.decode, most_tokens)
     rows = [
@@ -338,7 +339,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     try:
         progress = BenchProgress()
         if options.needle:
-            from cpmcu.benchmarks import needle  # imports numpy
+            from cpmcu.benchmarks import needle  # needs numpy
 
             lengths, num_texts = options.lengths, options.needle_texts
             result = needle.run_needle(config, lengths, num_texts, progress)

@@ -46,7 +46,8 @@ class ChatTemplate:
         self.source = source
         self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
-        self._probes: dict[str, str] = {}  # messages of `_probe` -> prompt
+        # Messages of `_probe` -> the prompt that the template makes.
+        self._probes: dict[str, str] = {}
         environment = _environment()
         try:
             self._template = environment.from_string(source)

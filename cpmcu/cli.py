@@ -44,7 +44,8 @@ class Verb:
 
     does: str
     words: dict[str, str]
-    sets: str | None = None  # the boolean field of CliOptions that the verb sets
+    # The boolean field of CliOptions that the verb sets; None: it sets none.
+    sets: str | None = None
 
 
 _PROMPT = {"PROMPT": "same as --prompt-text"}
@@ -215,7 +216,7 @@ def _load(display: Display, config: EngineConfig, *, needs_template: bool = Fals
 
     If a chat template is needed and missing, raises ValueError before weights are read.
     """
-    from cpmcu.llm import LLM  # loads the engine
+    from cpmcu.llm import LLM  # loads the engine's library
 
     def check(llm: LLM) -> None:
         if needs_template and llm.chat_template is None:
@@ -366,7 +367,7 @@ def _system_turn(options: CliOptions) -> list[dict[str, str]]:
 
 
 def _show_plan(display: Display, config: EngineConfig, options: CliOptions) -> None:
-    from cpmcu import C  # loads the engine
+    from cpmcu import C  # loads the engine's library
     from cpmcu.loading.loader import load_model
     from cpmcu.ui import launches, plan
 

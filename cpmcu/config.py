@@ -33,12 +33,13 @@ SPEC_METRICS = ("none", "summary", "detailed")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 HEAD_QUANTS = ("none", "w8", "w4")
 
-PREFIX_CACHE = "prefix cache"  # a group of flags
+PREFIX_CACHE = "prefix cache"  # title of a group of flags
 
-MOST_RANKS = 8  # kMaxRanks in csrc/core/exchange.h
-MOST_GB = 1e6  # kMaxGigabytes in csrc/engine/engine_setup.cpp
-USUAL_SEQS, USUAL_CHUNK = 8, 2048  # unless memory is short
-MOST_SEQS = 256  # kMaxSeqs in csrc/engine/runtime_config.h
+MOST_RANKS = 8  # equal to kMaxRanks in csrc/core/exchange.h
+MOST_GB = 1e6  # equal to kMaxGigabytes in csrc/engine/engine_setup.cpp
+# Defaults of max_num_seqs and chunk_length; less if memory is short.
+USUAL_SEQS, USUAL_CHUNK = 8, 2048
+MOST_SEQS = 256  # equal to kMaxSeqs in csrc/engine/runtime_config.h
 
 Options = typing.TypeVar("Options", bound=DrafterOptions)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpmcu.checks import one_line
 
-MAX_SENTENCE = 2000  # characters; some messages list names
+MAX_SENTENCE = 2000  # maximum number of characters of a message; some messages list names
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT
 
 

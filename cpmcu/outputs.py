@@ -23,8 +23,8 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-    text: str = ""  # of token_id
-    top_texts: tuple[str, ...] = ()  # of the tokens of `top`
+    text: str = ""  # text of the token token_id
+    top_texts: tuple[str, ...] = ()  # texts of the tokens in `top`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
 
     @property
     def total_tokens(self) -> int:
@@ -45,15 +45,15 @@ class Usage:
 class Timings:
     """Times of one choice in seconds on the host's clock."""
 
-    queue_s: float  # from arrival to the start of prefill
-    prefill_s: float  # from the start of prefill to the first token
-    decode_s: float  # from the first token to the last
+    queue_s: float  # seconds from arrival to the start of prefill
+    prefill_s: float  # seconds from the start of prefill to the first token
+    decode_s: float  # seconds from the first token to the last
     prompt_tokens: int
     output_tokens: int
     decode_steps: int  # engine steps after prefill that emitted tokens of this choice
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     preemptions: int = 0  # times this output gave up its slot because pages ran out
-    grammar_s: float = 0.0  # computing grammar masks; mostly overlaps device work
+    grammar_s: float = 0.0  # seconds of computing grammar masks; they mostly overlap device work
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -130,10 +130,10 @@ class StreamChunk:
     string are held back. The texts of a choice's chunks, joined, are its whole text.
     """
 
-    index: int  # of the choice
+    index: int  # number of the choice
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None  # set in the last chunk of the choice
+    finish_reason: FinishReason | None = None  # set only in the last chunk of the choice
     stop_reason: int | str | None = None
-    result: RequestOutput | None = None  # set in the last chunk of the stream
+    result: RequestOutput | None = None  # set only in the last chunk of the stream

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
-MAX_LOGPROBS = 20  # as in the extension
+MAX_LOGPROBS = 20  # equal to kMaxLogprobs of the extension
 MAX_PATTERNS = 8
 MAX_PATTERN_LENGTH = 1024
 

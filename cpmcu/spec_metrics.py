@@ -25,10 +25,12 @@ from cpmcu.verification import TARGET_MATCH, is_lossy
 class SpecDecodeMetrics:
     """Acceptance of one output, with vLLM's names. Ratios are 0 if there was no step."""
 
-    num_spec_tokens: int  # K: tokens of the longest drafted path
-    acceptance_histogram: tuple[int, ...]  # [K + 1]: entry j: steps that accepted j tokens
-    per_step_accepted: tuple[int, ...] | None = None  # None unless detailed metrics are on
-    drafted: int | None = None  # tokens of all steps; None: K per step
+    num_spec_tokens: int  # K: maximum number of drafted tokens on a path
+    # [K + 1]: entry j is the number of steps that accepted j drafted tokens.
+    acceptance_histogram: tuple[int, ...]
+    # Accepted tokens of each step; None: detailed metrics are off.
+    per_step_accepted: tuple[int, ...] | None = None
+    drafted: int | None = None  # drafted tokens of all steps; None: K in each step
     verify_strategy: str = TARGET_MATCH
     num_inner_steps: int = 0
     num_inner_tokens: int = 0  # tokens that inner steps emitted

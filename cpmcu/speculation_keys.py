@@ -9,7 +9,7 @@ from typing import Any
 
 from cpmcu.drafters.options import registered_options
 
-Fields = Mapping[str, tuple[dataclasses.Field[Any], Any]]  # name -> (field, type)
+Fields = Mapping[str, tuple[dataclasses.Field[Any], Any]]  # name of a field -> (field, type)
 
 
 def read_keys(values: Mapping[str, Any], known: Fields) -> dict[str, Any]:

@@ -25,8 +25,8 @@ _NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 # For longer inputs the interpreter lock is released. This costs 20 µs more.
 _LONG_TEXT = 1024  # characters
 _LONG_IDS = 512
-_PIECE = 1 << 15  # ids converted to Python integers at a time
-_MOST_TEXTS = 1 << 18  # texts of single tokens that are remembered
+_PIECE = 1 << 15  # ids that are converted to Python integers in one go
+_MOST_TEXTS = 1 << 18  # maximum number of texts of single tokens that are remembered
 # Modules through which transformers reads tokenizer.model -> their packages.
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 # Files that transformers' tokenizers read token texts from.
@@ -75,7 +75,7 @@ class Tokenizer:
         self._backend = backend
         # Texts of single tokens, indexed by `skip_special_tokens`.
         self._texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
-        self.config = config  # tokenizer_config.json
+        self.config = config  # contents of tokenizer_config.json
         self.special_tokens = {
             name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
         }

@@ -33,7 +33,8 @@ _GRAMMARS = {
 }
 
 Id = str | int
-Lines = Callable[[], Iterator[tuple[int, bytes]]]  # (number from 1, line) of each, afresh
+# Each call yields (number from 1, line) from the start.
+Lines = Callable[[], Iterator[tuple[int, bytes]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

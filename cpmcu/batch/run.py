@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cpmcu.engine.request import Request
     from cpmcu.llm import LLM
 
-_AHEAD = 2  # requests submitted for each slot of the engine
+_AHEAD = 2  # requests that are submitted for each slot of the engine
 
 PromptIds = Callable[[str], list[int]]  # token ids of a prompt's text
 
@@ -39,7 +39,7 @@ PromptIds = Callable[[str], list[int]]  # token ids of a prompt's text
 class _Job:
     """A submitted request. `error`: why it failed. `response`: of a request in OpenAI's form."""
 
-    number: int  # of its line
+    number: int  # number of the request's line
     id: Id
     prompt: list[int] = dataclasses.field(default_factory=list)
     params: SamplingParams | None = None
@@ -63,12 +63,12 @@ class BatchRun:
         self._display, self._llm, self._params = display, llm, params
         self._prompt_ids = prompt_ids
         self._skipped = skipped
-        self._seen: dict[Id, int] = {}  # id -> number of its line
+        self._seen: dict[Id, int] = {}  # id -> number of the line that has it
         self._ended: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._open: set[_Job] = set()
         self._calls: OpenAICalls | None = None
         self._counts = {"answered": 0, "skipped": 0, "failed": 0}
-        self._tokens = 0  # of all answers
+        self._tokens = 0  # tokens of all answers
         self._out: TextIO = sys.stdout
 
     def run(self, lines: Lines, output: Path | None) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 WINDOWS = 5
-WARM_UP = 8  # steps
+WARM_UP = 8  # steps before the timed ones
 _EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.")
 
 
@@ -26,9 +26,9 @@ class Row:
     prefill_s: float
     prefill_tokens_per_s: float
     step_ms: float
-    step_spread_ms: float  # slowest minus fastest window
+    step_spread_ms: float  # slowest minus fastest window of timed steps
     floor_ms: float
-    ratio: float  # step / floor
+    ratio: float  # measured time of a step / its floor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Timing:
     """Times of one prefill and of the windows of decode steps after it."""
 
     prefill_s: float
-    windows_ms: list[float]  # time per step in each window
+    windows_ms: list[float]  # mean time of a step in each window
     middle: int  # cached tokens in the middle of the timed steps
 
     @property
@@ -59,7 +59,7 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     from cpmcu import C
     from cpmcu.models import sparse
 
-    rows = engine.memory_plan()  # of one GPU; if there are several, they read at the same time
+    rows = engine.memory_plan()  # the rows of one GPU; several GPUs read at the same time
     weights = sum(
         row["bytes"] * _active_share(row["name"], spec) for row in rows if row["group"] == "weights"
     )
@@ -100,7 +100,8 @@ def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int
     if context < params["dense_len"] or window_begin <= 0:
         return 0
     best = params["topk"] - params["init_blocks"]
-    skipped = window_begin - min(params["init_blocks"], window_begin) - best  # blocks
+    # Blocks that are neither initial nor chosen.
+    skipped = window_begin - min(params["init_blocks"], window_begin) - best
     if skipped <= 0:
         return 0
     extra = 5 * (own - 1) * compressed if best > 0 else 0
@@ -118,7 +119,7 @@ def _active_share(buffer: str, spec: C.ModelSpec) -> float:
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:
     """`context` random token ids; the seed is `context`."""
-    import numpy as np  # not for --help
+    import numpy as np  # needs numpy, which --help does without
 
     ids: list[int] = np.random.default_rng(context).integers(3, vocab_size, context).tolist()
     return ids
@@ -189,7 +190,7 @@ def measure(
         return time.perf_counter() - begin, tokens
 
     with progress.prefill(context):
-        prefill()  # chooses algorithms, loads kernels
+        prefill()  # chooses algorithms and loads kernels, so it is not timed
     progress.note(f"context {context}: timing prefill and {WINDOWS} windows of {steps} steps")
     engine.release(slot)
     slot = engine.add_sequence(sampling, ids)

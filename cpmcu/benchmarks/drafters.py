@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPEATS = 3
-NUM_STEPS = 3  # tokens that a network drafts
-LOOKED_UP = 5  # tokens of a path with n-gram look-up, or of the hierarchy
+NUM_STEPS = 3  # tokens that a draft network drafts in a step
+LOOKED_UP = 5  # tokens that n-gram look-up or the hierarchy drafts in a step
 PLAIN = "none"
-SHIFTS = (-1, 0, 1)  # values of spec_layer_shift: a block draft reads layers further up or down
+# Values of spec_layer_shift: a block draft reads layers further up or down.
+SHIFTS = (-1, 0, 1)
 
 _CHAIN = {"num_speculative_tokens": NUM_STEPS}
 _FILLED = {
@@ -40,7 +41,7 @@ _FILLED = {
     "num_model_steps": NUM_STEPS,
     "num_speculative_tokens": LOOKED_UP,
 }
-DRAFTERS: Mapping[str, Mapping[str, Any]] = {  # row -> speculative configuration
+DRAFTERS: Mapping[str, Mapping[str, Any]] = {  # name of a row -> speculative configuration
     PLAIN: {"no_speculation": True},
     "n-gram": {"method": "ngram", "num_speculative_tokens": LOOKED_UP},
     "MTP 1": {"method": "mtp", "num_speculative_tokens": 1},
@@ -127,13 +128,15 @@ class DrafterRow:
     """A drafter on one kind of prompts."""
 
     drafter: str
-    prompts: str  # key of PROMPTS
-    drafted: int  # tokens of a draft
+    prompts: str  # name of the kind of prompts, a key of PROMPTS
+    drafted: int  # tokens of one draft
     tokens_per_s: float
-    mean_accept_length: float  # the target's own token included; 1 without a draft
-    acceptance_per_position: list[float]  # entry i: share of steps that accepted 0 to i
-    tokens: int  # of all requests
-    inner_accept_length: float  # of the small model in a hierarchy; 0 for others
+    mean_accept_length: float  # tokens a step, the target's own included; 1 without a draft
+    # Entry i: share of the steps that accepted at least the first i + 1 drafted tokens.
+    acceptance_per_position: list[float]
+    tokens: int  # emitted tokens of all requests
+    # The mean accept length of the small model in a hierarchy; 0 for other drafters.
+    inner_accept_length: float
 
 
 def available(config: EngineConfig) -> dict[str, Mapping[str, Any]]:

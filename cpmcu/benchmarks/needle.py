@@ -26,10 +26,10 @@ DEPTHS = 8
 class NeedleRow:
     """Answers about the texts of one length."""
 
-    context: int  # tokens
-    attention: str  # dense or sparse
-    asked: int  # questions for each depth
-    found: list[int]  # right answers for each depth
+    context: int  # tokens of the text
+    attention: str  # "dense" or "sparse"
+    asked: int  # number of questions at each depth
+    found: list[int]  # number of right answers at each depth
 
 
 def run_needle(

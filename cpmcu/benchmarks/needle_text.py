@@ -36,15 +36,16 @@ old open orange other page paper part pass people picture place plant point quie
 """
 NAMES = tuple(_NAMES.split())
 FILLER = tuple(_FILLER.split())
-DIGITS = 4  # of a number
+DIGITS = 4  # digits of a hidden number
 
 
 @dataclass(frozen=True)
 class NeedleText:
     """One text with its questions."""
 
-    ids: list[int]  # the text, tokenized
-    questions: list[list[int]]  # what follows the text, tokenized, for each depth
+    ids: list[int]  # token ids of the text
+    # For each depth, the token ids of the question that follows the text.
+    questions: list[list[int]]
     answers: list[str]
 
 
@@ -81,7 +82,7 @@ def make_text(
         )
     words = [encode(f" {word}") for word in FILLER]
     order = np.argsort(depths, kind="stable")
-    ids, filled = list(begin), 0  # tokens so far, and filler among them
+    ids, filled = list(begin), 0  # the ids so far, and how many of them are filler
     for i in order:
         while filled < depths[i] * room:
             word = words[rng.integers(len(words))]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cpmcu.llm import LLM
 
 REPEATS = 3
-_BAR = 24  # characters of the longest bar
+_BAR = 24  # length of the longest bar, in characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class SequencesRow:
     """One number of sequences. The suffix of a field is its unit."""
 
     sequences: int
-    tokens_per_s: float  # of all sequences, after their first tokens
+    tokens_per_s: float  # sum over all sequences, after their first tokens
     tokens_per_s_of_one: float
-    prompt_tokens_per_s: float  # of all sequences
-    tokens_per_step: float  # of one sequence; 1 without a draft
+    prompt_tokens_per_s: float  # sum over all sequences
+    tokens_per_step: float  # tokens that a step emits for one sequence; 1 without a draft
 
 
 def parse_counts(text: str) -> list[int]:
@@ -95,14 +95,14 @@ def _check_room(llm: LLM, count: int, length: int) -> None:
 
 
 def _row(llm: LLM, count: int, context: int, decode: int, progress: BenchProgress) -> SequencesRow:
-    import numpy as np  # not for --help
+    import numpy as np  # needs numpy, which --help does without
 
     from cpmcu.sampling import SamplingParams
 
     vocab_size = int(llm.spec.vocab_size)
     draws = np.random.default_rng(count).integers(3, vocab_size, (count, context))
     prompts: list[list[int]] = draws.tolist()
-    accepted = 1.0  # tokens of a step
+    accepted = 1.0  # tokens that a step emits for one sequence
 
     def call(num_tokens: int) -> float:
         nonlocal accepted

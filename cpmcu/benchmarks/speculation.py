@@ -26,14 +26,15 @@ class SpeculativeRow:
     """Speculative decoding at one context length, with a fixed tree shape."""
 
     context: int
-    cycle_ms: float  # one speculative step
-    cycle_spread_ms: float  # slowest minus fastest window
-    cycle_ratio: float  # speculative step / plain step
-    mean_accept_length: float  # of the request, the target's own token of each step included
-    tokens_per_s: float  # of the request, after its first token
+    cycle_ms: float  # time of one speculative step
+    cycle_spread_ms: float  # slowest minus fastest window of timed steps
+    cycle_ratio: float  # time of a speculative step / time of a plain step
+    mean_accept_length: float  # tokens that a step of the request emits, the target's own included
+    tokens_per_s: float  # rate of the request, after its first token
     expected_tokens_per_s: float  # mean accept length / time of a step
-    difference_percent: float  # of tokens_per_s from expected_tokens_per_s
-    tokens_per_s_at_accept_length: dict[int, float]  # accept length / time of a step
+    difference_percent: float  # (tokens_per_s - expected_tokens_per_s) / expected_tokens_per_s
+    # Accept length -> tokens a second: accept length / time of a step.
+    tokens_per_s_at_accept_length: dict[int, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class ChosenRow:
     """One greedy request at one context length; each step chooses its tree's shape."""
 
     context: int
-    mean_accept_length: float  # of the steps that drafted; 0 if no step drafted
-    tokens_per_s: float  # after its first token
+    mean_accept_length: float  # over the steps that drafted; 0 if no step drafted
+    tokens_per_s: float  # rate of the request, after its first token
 
 
 def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import load_model
 from cpmcu.loading.progress import LoadProgress
 
-WINDOW = 256  # tokens of one pass; attention does not cross windows
+WINDOW = 256  # tokens that one pass reads; a token does not attend to other windows
 TOKENS = 1024  # maximum number of tokens that are compared
 
 Floats = npt.NDArray[np.float32]
@@ -25,10 +25,12 @@ Floats = npt.NDArray[np.float32]
 class Difference:
     """Errors of a model's log-probabilities (in nats) over the tokens of a text."""
 
-    errors: list[float] = field(default_factory=list)  # of the text's own tokens, signed
-    divergences: list[float] = field(default_factory=list)  # KL from the original
+    # Signed errors of the log-probabilities of the text's own tokens.
+    errors: list[float] = field(default_factory=list)
+    # KL divergence from the original model at each token.
+    divergences: list[float] = field(default_factory=list)
     losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    agreeing: int = 0  # tokens where both models find the same token likeliest
+    agreeing: int = 0  # number of tokens where both models find the same next token likeliest
 
     def add(self, original: Floats, other: Floats, following: Sequence[int]) -> None:
         """Adds log-probabilities [n, V] of both models. `following` [n]: the text's tokens."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TOP, _TOP_SCALE = 6, 448  # the largest numbers of e2m1 and e4m3
+_TOP, _TOP_SCALE = 6, 448  # the largest numbers that e2m1 and e4m3 can represent
 _EMPTY_SCALE = 0.125  # the scale of a group of zeros
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
 

@@ -60,7 +60,7 @@ from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 WEIGHTS_FILE = "model_gptq.safetensors"
 CHECKPOINT_FORMAT = "gptq_marlin"
 
-_BAND = 256  # rows of K that are unpacked at a time
+_BAND = 256  # rows of K that are unpacked in one go
 _ALIGN_K, _ALIGN_N = 16, 64  # size of a Marlin tile
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -75,8 +75,8 @@ _PARTS = ("qweight", "scales", "qzeros", "g_idx")
 class _Format:
     """The quantization_config of the source."""
 
-    group_size: int  # GROUP_SIZE or CHANNEL_WISE
-    zeros_version: int  # format of zero points: 1 stores z - 1, 2 ("gptq_v2") stores z
+    group_size: int  # inputs that share a scale: GROUP_SIZE or CHANNEL_WISE
+    zeros_version: int  # how zero points z are stored: 1: as z - 1; 2 ("gptq_v2"): as z
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def gptq_to_marlin(
     quant_config = _quant_config(directory, config, checkpoint)
     tensors = _plan(config, checkpoint, _read_format(quant_config))
     quant_config = {**quant_config, "checkpoint_format": CHECKPOINT_FORMAT}
-    quant_config.pop("format", None)  # another name for the same
+    quant_config.pop("format", None)  # another name of checkpoint_format
     write_model(
         directory,
         target,

@@ -52,7 +52,7 @@ _OWN_KEYS = (
     *("scale_emb", "scale_depth", "dim_model_base", "mup_denominator", "use_mup"),
     *("sparse_config", "num_experts", "auto_map"),
 )
-_CHUNK = 1 << 19  # elements scaled at a time
+_CHUNK = 1 << 19  # elements that are scaled in one go
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -65,7 +65,7 @@ class _Rounding:
     scale: float
     num_elements: int = 0
     num_changed: int = 0
-    largest: float = 0.0  # largest relative error of normal numbers
+    largest: float = 0.0  # largest relative error among normal numbers
 
     def note(self) -> str:
         """One sentence about the rounding errors."""

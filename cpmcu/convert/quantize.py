@@ -48,8 +48,8 @@ from cpmcu.quant.parts import stack_of
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.tokenizer import Tokenizer
 
-WINDOW = 512  # tokens of a calibration text
-BATCH = 4  # texts that run at a time
+WINDOW = 512  # tokens of one calibration text
+BATCH = 4  # calibration texts that run at a time
 
 Rounded = Quantized | FloatQuantized
 
@@ -68,7 +68,7 @@ class _Source:
     config: dict[str, Any]
     checkpoint: Checkpoint
     fields: SpecFields
-    modules: dict[str, tuple[str, ...]]  # module -> engine tensors that its rows hold
+    modules: dict[str, tuple[str, ...]]  # module -> the engine tensors whose rows come from it
 
     def weight(self, module: str) -> Tensor:
         """float32 [N, K]. Raises ValueError for numbers that are not finite."""

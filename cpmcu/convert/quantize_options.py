@@ -22,12 +22,14 @@ class QuantizeOptions:
     """How to quantise. Raises ValueError for values that do not go together."""
 
     method: str = "rtn"
-    format: str = "gptq"  # integers with one scale a group, or floats of 4 bits
+    # "gptq": integers with one scale a group; "nvfp4", "mxfp4": floats of 4 bits.
+    format: str = "gptq"
     bits: int = 4
     group_size: int = GROUP_SIZE  # inputs that share a scale; -1: all inputs of an output
     calibration: Path | None = None  # text file, required by gptq
-    calibration_tokens: int = CALIBRATION_TOKENS  # of the text, at most
-    device: str = "cpu"  # of the computation: cpu or cuda
+    # Maximum number of tokens of the text that are read.
+    calibration_tokens: int = CALIBRATION_TOKENS
+    device: str = "cpu"  # device that rounds: cpu or cuda
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -34,7 +34,7 @@ from cpmcu.quant.packing import (
 )
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-_SMALLEST_SCALE = 2.0**-14  # the smallest normal float16
+_SMALLEST_SCALE = 2.0**-14  # smallest scale: the smallest normal float16 number
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def gptq(
     group_of = order // group
     factor = _inverse_factor(gram[order][:, order]).float()
 
-    left = weight[:, order]  # targets of the columns not yet rounded
+    left = weight[:, order]  # target values of the columns that are not rounded yet
     q = torch.empty(inputs, rows, dtype=torch.uint8, device=weight.device)
     for begin in range(0, inputs, block):
         end = min(begin + block, inputs)

@@ -43,9 +43,9 @@ from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
 from cpmcu.quant.registry import plan_quant
 
-CANDIDATES = 16  # of a position, if the file does not say
+CANDIDATES = 16  # candidates of a position, if the file does not say how many
 _CAP = "final_logit_softcapping"
-_NESTED = ("dflash_config", "dspark_config")  # the last one counts most
+_NESTED = ("dflash_config", "dspark_config")  # of equal keys, the later one counts
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Target layers by their outputs, else by their inputs.
 _LAYER_KEYS = (
@@ -84,17 +84,17 @@ _OTHER_LAYERS = (
 class BlockHead:
     """Settings that differ between the kinds of block drafters."""
 
-    options: Mapping[str, Any]  # of the C++ drafter
+    options: Mapping[str, Any]  # options of the C++ drafter
     from_anchor: bool  # the root's row predicts the first token
     topk: int  # candidates of a position
-    fixed_topk: bool = False  # spec_topk_per_iter may only ask for a chain
+    fixed_topk: bool = False  # spec_topk_per_iter must be `topk`, or 1 for a chain
     drops_last: bool = False  # if from_anchor, the last row does not predict
-    projector: str | None = None  # the projector_type that config.json may name
-    part: str | None = None  # the prefix of _OTHERS that this kind reads
+    projector: str | None = None  # projector_type that config.json may have
+    part: str | None = None  # prefix in _OTHERS whose tensors this kind reads
     # Tensors of many dimensions that are matrices here -> their dimensions without the last.
     matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    drafter: str | None = None  # the C++ drafter, if not that of this name
-    ignored: Mapping[str, str] | None = None  # tensor -> reason
+    drafter: str | None = None  # name of the C++ drafter; None: the name of this drafter
+    ignored: Mapping[str, str] | None = None  # tensor that is not needed -> reason
 
 
 def is_block_head(tensors: Tensors) -> bool:

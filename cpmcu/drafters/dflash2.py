@@ -25,7 +25,7 @@ class DFlash2:
     """A DFlash2 head."""
 
     has_checkpoint = True
-    also_named = ("dflash",)  # vLLM's method
+    also_named = ("dflash",)  # method with which vLLM runs it
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         return has_part(tensors, "candidate_selector.")

@@ -28,7 +28,7 @@ class Domino:
     """A Domino head."""
 
     has_checkpoint = True
-    also_named = ("dflash",)  # its architecture
+    also_named = ("dflash",)  # its config.json has DFlash's architecture
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         return has_part(tensors, "prefix_gru.")

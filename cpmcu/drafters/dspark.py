@@ -32,7 +32,7 @@ class DSpark:
     """A DSpark head with a vanilla, gated or rnn Markov head, or without one."""
 
     has_checkpoint = True
-    also_named = ("dflash",)  # those of rank 0 are published as DFlash
+    also_named = ("dflash",)  # heads of rank 0 are published as DFlash
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         named = "DSpark" in str(config.get("architectures"))

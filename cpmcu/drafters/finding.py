@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class FoundDraft:
     """A draft that fits its target. Only headers have been read."""
 
-    method: str  # registered name
-    plan: DraftPlan  # complete
+    method: str  # registered name of the drafter
+    plan: DraftPlan  # the complete plan (networks.py)
     files: DraftFiles | None
 
 

@@ -20,10 +20,10 @@ from cpmcu.models.rope import Float32Array, rope_from_config, rope_parameters
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 1024  # KV entries
+WINDOW = 1024  # default window of a head, in KV entries
 OF_TARGET = "the target's tensor is used"
 EMBEDDING = "model.embed_tokens.weight"
-COMPARED_ROWS = 16  # per table
+COMPARED_ROWS = 16  # rows of each table that are compared
 ROUNDING = 0.01  # relative distance of rows; rounding to a supported dtype changes less
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"

@@ -19,7 +19,7 @@ from cpmcu.drafters.options.trees import TreeShape
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.shipped import shipped_draft
 
-HEAD_SHAPE = TreeShape(depth=3, topk=4, tree_size=12)  # the trees that the head drafts
+HEAD_SHAPE = TreeShape(depth=3, topk=4, tree_size=12)  # shape of the trees that the head drafts
 HEAD_KINDS = ("eagle", "eagle3")
 HEAD_SCOPE = "draft.head."  # begins the engine's names of the head's tensors
 TOKENS_PER_STEP = 2  # tokens that a step of the small model is expected to emit

@@ -35,7 +35,7 @@ class LiLiCorr:
     """A LiLiCorr head."""
 
     has_checkpoint = True
-    also_named = ("dflash",)  # its backbone
+    also_named = ("dflash",)  # its backbone is DFlash
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         return has_part(tensors, "lilicorr.")

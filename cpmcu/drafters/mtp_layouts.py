@@ -24,7 +24,8 @@ from cpmcu.models.names import NameMap, Piece
 from cpmcu.models.reader import ConfigReader
 
 COUNT = "num_nextn_predict_layers"
-CHAINED = "chain_mtp_hidden"  # in config.json: module m reads module m - 1, not the target
+# In config.json: module m reads hidden states of module m - 1, not the target's.
+CHAINED = "chain_mtp_hidden"
 _LAYER = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
@@ -49,11 +50,12 @@ _KINDS = {
 class Layout:
     """The names of the tensors of modules."""
 
-    prefix: re.Pattern[str]  # its group is the number of the module
+    prefix: re.Pattern[str]  # matches the start of a name; its group is the number of the module
     first: int  # number of the first module in the names
     renamed: Mapping[str, str]  # name of a module's part -> engine's name
     copies: tuple[str, ...] = ()  # parts that are copies of the target's
-    hidden_first: bool = False  # order of fc's input
+    # `fc` reads hidden states, then the embedding; False: the embedding first.
+    hidden_first: bool = False
     mlp: tuple[str, ...] = _MLP  # parts of the second block
     has_experts: bool = False
 

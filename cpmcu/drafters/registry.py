@@ -34,7 +34,7 @@ class DraftFiles:
     """A draft's directory, config.json and weight headers."""
 
     directory: Path
-    config: Mapping[str, Any]  # config.json
+    config: Mapping[str, Any]  # contents of config.json
     checkpoint: Checkpoint
     is_default: bool = False  # the shipped draft of a shipped target, not named by flags
 
@@ -48,11 +48,11 @@ class DraftFiles:
 class TargetModel:
     """The target model, which verifies drafts."""
 
-    config: Mapping[str, Any]  # config.json
+    config: Mapping[str, Any]  # contents of config.json
     fields: SpecFields
     device: str = "cpu"
     max_model_len: int = 0  # maximum number of tokens of a sequence; 0: the model's own limit
-    eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
+    eos_ids: tuple[int, ...] = ()  # ids of end-of-sequence tokens in the checkpoint's configs
     quantised: bool = False  # the checkpoint stores quantised layers
     quantised_head: bool = False  # the checkpoint stores lm_head quantised
     checkpoint: Checkpoint | None = None  # for comparing tensors; None: assume equal tensors
@@ -62,24 +62,30 @@ class TargetModel:
 class DraftPlan:
     """Layers, tensors and options of a draft."""
 
-    fields: SpecFields | None = None  # of the draft's layers; None: no weights
-    names: NameMap = lambda name, fields: (Piece(name),)  # to the engine's names "draft.*"
-    ignored: Mapping[str, str] = field(default_factory=dict)  # unneeded tensor -> reason
+    fields: SpecFields | None = None  # fields of the draft's layers; None: the draft has no weights
+    # Maps a checkpoint's names to the engine's names "draft.*".
+    names: NameMap = lambda name, fields: (Piece(name),)
+    ignored: Mapping[str, str] = field(default_factory=dict)  # tensor that is not needed -> reason
     refuses_unknown: bool = False  # a tensor that is neither used nor in `ignored` is an error
-    shares_head: bool = False  # uses the target's lm_head, so FR-Spec can select rows
+    # The draft uses the target's lm_head, so FR-Spec can select rows of it.
+    shares_head: bool = False
     quantises_head: bool = False  # draft_head_quant auto is w4, even if the draft is dense
-    window: int | None = 0  # default of spec_window_size; None: the draft has no window
+    # Default of spec_window_size, in KV entries; None: the draft has no window.
+    window: int | None = 0
     chain: bool = False  # drafts have no branches
-    shape: TreeShape | None = None  # the largest; None: as the options of trees or chains say
-    drafter: str | None = None  # the C++ drafter's name, if not that of this kind
+    # The largest shape; None: that of the options of trees or chains.
+    shape: TreeShape | None = None
+    drafter: str | None = None  # name of the C++ drafter; None: the name of this drafter
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
-    parts: tuple[tuple[str, DraftPlan], ...] = ()  # of a combined drafter: (registered name, plan)
-    longest: int | None = None  # maximum number of tokens of a path; None: any
-    quant: QuantPlan = DENSE  # of the draft's layers
-    scope: str = "draft."  # begins the engine's names of its tensors; `names` has "draft."
+    # The parts of a combined drafter, as (registered name, plan).
+    parts: tuple[tuple[str, DraftPlan], ...] = ()
+    longest: int | None = None  # maximum number of tokens of a path; None: no maximum
+    quant: QuantPlan = DENSE  # how the draft's layers are quantised
+    # Begins the engine's names of the draft's tensors, in place of "draft." in `names`.
+    scope: str = "draft."
     # The fields below are set when the plan is completed (networks.py).
-    files: DraftFiles | None = None  # None: no weights
-    head_quant: str = "auto"  # effective draft_head_quant
+    files: DraftFiles | None = None  # files of the weights; None: the draft has no weights
+    head_quant: str = "auto"  # value of draft_head_quant in effect
     rounds_layers: bool = False  # 16-bit layers are quantised at load (draft_quant)
 
 

@@ -22,7 +22,8 @@ class BadWords:
         bits = np.ones(-(-vocab_size // 32) * 32, np.uint8)
         bits[vocab_size:] = 0
         self._all: Words = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
-        self._reach = max(map(len, self._words)) - 1  # tokens before the last one
+        # Tokens before the last one that a match can read.
+        self._reach = max(map(len, self._words)) - 1
 
     def masks(
         self,

@@ -20,22 +20,23 @@ from cpmcu.engine.emitted_tokens import EmittedTokens
 from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_times import StepTimes
 
-START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
-TIME_SHARE = 0.007  # share of all time that the budget earns
-GAIN_SHARE = 0.5  # share of the time saved by drafting that the budget earns
-TRIAL = 3  # steps of a trial: its first steps, right after plain ones, accept fewer tokens
-PAUSE = 2  # steps after a trial, until its results are known
-MARGIN = 1.05  # predicted tokens a second of a trial ÷ those of the best shape, at least
-REVIEW = 4  # drafted steps of a plan, since making a plan takes as long as some kernels
-PLAIN_REVIEW = 12  # the same for plain steps, which are the shortest
+START_BUDGET, MOST_BUDGET = 2.8, 3.0  # the budget at the start and its maximum, in plain steps
+TIME_SHARE = 0.007  # share of all time that is added to the budget
+GAIN_SHARE = 0.5  # share of the time saved by drafting that is added to the budget
+TRIAL = 3  # steps of a trial; its first steps, right after plain ones, accept fewer tokens
+PAUSE = 2  # steps that pass after a trial until its results are known
+# A shape is tried if its predicted tokens a second are at least MARGIN times those of the best.
+MARGIN = 1.05
+REVIEW = 4  # drafted steps between two plans, since making a plan takes as long as some kernels
+PLAIN_REVIEW = 12  # plain steps between two plans: they are the shortest steps
 RETRIED = 500  # steps after which a shape is tried again, even if it promises nothing
 # Loss against plain decoding, in plain steps, after which most samples are dropped. If drafting
 # adds more than one plain step to a step, the limit is multiplied by the added plain steps.
 LOST_STEPS = 3.0
-KEPT = 0.5  # samples that all earlier ones together count as after that
-NEW_TEXT = 3  # samples that all samples of older texts count as
-HOPELESS = 0.9  # a shape is hopeless below this share of plain decoding's tokens a second
-_LONGEST = 10.0  # plain steps; the rest of a longer step's time has other causes
+KEPT = 0.5  # weight that all earlier samples together keep after that loss, in samples
+NEW_TEXT = 3  # weight of all samples of older texts together, in samples
+HOPELESS = 0.9  # a shape whose share of plain decoding's tokens a second is below this is hopeless
+_LONGEST = 10.0  # maximum time of a step that counts, in plain steps: the rest has other causes
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,12 +44,12 @@ class _Plan:
     """The shapes of the next steps."""
 
     num_seqs: int
-    plain: float  # seconds of a plain step
+    plain: float  # time of a plain step, in seconds
     best: Shape
-    rate: float  # tokens a second that `best` is expected to have
+    rate: float  # tokens a second that are expected of `best`
     trial: Shape | None = None  # a shape to try before `best`
     trial_steps: int = 0
-    left: int = 0  # steps until the next plan
+    left: int = 0  # number of steps until the next plan
 
 
 class ShapeChooser:

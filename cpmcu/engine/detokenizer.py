@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"  # a decoder's output for an incomplete or invalid character
+REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete or invalid character
 _PROMPT_TAIL = 6  # prompt tokens that are the context of the first output token
-_MAX_HELD = 64  # tokens held back for an incomplete character; more are emitted as they are
+_MAX_HELD = 64  # tokens that wait for the rest of a character; more of them are emitted as they are
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -28,9 +28,10 @@ class Detokenizer:
         self._decode = decode
         # An incomplete character at the end of the prompt may be completed by the output.
         self._window, self._prompt = _tail(decode, prompt)
-        self._read = len(self._window)  # tokens of the window whose text is already emitted
+        self._read = len(self._window)  # number of tokens of the window whose text is emitted
         self._given = self._prompt.rstrip(REPLACEMENT)
-        self._whole = self._read  # tokens of the window before the prompt's incomplete character
+        # Number of tokens of the window before the prompt's incomplete character.
+        self._whole = self._read
         while self._whole and decode(self._window[: self._whole]).endswith(REPLACEMENT):
             self._whole -= 1
 

@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
-WINDOW = 96  # samples that a rate remembers
+WINDOW = 96  # maximum number of samples that a rate counts
 FADING = 0.995  # weight of earlier samples after each further step
-HOPE_FADING = 0.985  # the same in `hoped`, for each step since the last sample
-PRIOR = 1.5  # samples that the prior of a rate counts as
+HOPE_FADING = 0.985  # the same for the estimate `hoped`, for each step since the last sample
+PRIOR = 1.5  # weight of a rate's prior, in samples
 RECOVERED = 2  # first drafted steps after plain ones, which weigh less: the draft lacks tokens
-AFTER_PLAIN = 0.25  # weight of the second of these steps; the first one's is its square
-HOPE = 2.0  # samples, all accepted, that `hoped` adds
+AFTER_PLAIN = 0.25  # weight of the second of these steps; its square is the weight of the first
+HOPE = 2.0  # samples, all accepted, that the estimate `hoped` adds
 
-_CHAIN: Shape = PLAIN  # stands for the chains of all depths
+_CHAIN: Shape = PLAIN  # key of the rates that chains of all depths share
 
 
 @dataclasses.dataclass(slots=True)
 class _Rate:
     accepted: float = 0.0
-    reached: float = 0.0  # at most WINDOW
-    step: int = 0  # when it was last added to
+    reached: float = 0.0  # samples, at most WINDOW
+    step: int = 0  # number of the step that was added last
 
     def fade(self, step: int, most: float = WINDOW) -> None:
         kept = FADING ** (step - self.step)
@@ -44,10 +44,11 @@ class EmittedTokens:
     """Emitted tokens per sequence and step, by shape."""
 
     def __init__(self) -> None:
-        self._levels: dict[Shape, list[_Rate]] = {}  # tree, or _CHAIN -> rates of its levels
-        self._pooled = _Rate()  # of all shapes and levels
+        # Shape of a tree, or _CHAIN -> rates of its levels.
+        self._levels: dict[Shape, list[_Rate]] = {}
+        self._pooled = _Rate()  # the rate over all shapes and levels
         self._steps = 0
-        self._drafted = RECOVERED  # steps in a row that drafted
+        self._drafted = RECOVERED  # number of steps in a row that drafted
 
     def add(self, shape: Shape, emitted: Sequence[int]) -> None:
         """Records the number of tokens that a step emitted for each of its sequences."""

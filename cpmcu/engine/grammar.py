@@ -26,11 +26,11 @@ from cpmcu.tokenizer import Tokenizer
 
 Words = npt.NDArray[np.uint32]
 
-_CACHE_SIZE = 64  # compiled grammars
-_UNSAID = "\ue000"  # a private-use character, which occurs in no text
+_CACHE_SIZE = 64  # number of compiled grammars that are stored
+_UNSAID = "\ue000"  # a private-use character that occurs in no text
 _MAX_REASON = 300  # characters of llguidance's message that an error quotes
-_TRIAL_TOKENS = 16  # consumed by a new grammar, since some errors appear only then
-_NO_TEXT = "NoExtensionBias"  # llguidance's word for a grammar without any text
+_TRIAL_TOKENS = 16  # tokens that each new grammar reads at once, since some errors appear only then
+_NO_TEXT = "NoExtensionBias"  # word in llguidance's message for a grammar that no text fits
 _MAX_FORCED = 8192  # bytes without a choice; the time of a mask grows with them
 
 
@@ -196,7 +196,7 @@ class GrammarState:
         self._eos = frozenset(tokenizer.eos_tokens)
         self._num_words = num_words
         self._buffer = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
-        self.stopped = False  # no token may follow
+        self.stopped = False  # True: no token may follow
         self.seconds = 0.0  # total time of `masks`
 
     @property

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-_MAX_REFS = 16  # longest sequence of references to references
-_MAX_ALTERNATIVES = 64  # all pairs are compared
+_MAX_REFS = 16  # maximum length of a chain of references to references
+_MAX_ALTERNATIVES = 64  # maximum number of alternatives, since all pairs are compared
 # Formats that llguidance enforces. By the standard, any other is an annotation.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
 _FORMATS |= {"uuid", "uri"}
@@ -98,7 +98,7 @@ def endless_reference(source: str) -> str | None:
     Members of anyOf, oneOf and allOf describe the same value as the schema that has them.
     """
     root = json.loads(source)
-    done: set[int] = set()  # ids of schemas from which no path is endless
+    done: set[int] = set()  # ids of schemas from which no endless path starts
     for start in _schemas(root):
         path = [(start, "", _same_value(start, root))]
         while path:

@@ -18,7 +18,7 @@ class MinTokens:
 
     def __init__(self, count: int, end_ids: Collection[int], vocab_size: int) -> None:
         self.count = count
-        self.holds_back = bool(end_ids)  # else no mask is needed
+        self.holds_back = bool(end_ids)  # False: no mask is needed
         bits = np.ones(-(-vocab_size // 32) * 32, np.uint8)
         bits[vocab_size:] = 0
         bits[[token for token in end_ids if token < vocab_size]] = 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Found:
     """The cached part of a request's tokens."""
 
-    tokens: list[int]  # to prefill: the prompt; after a preemption also the output so far
+    tokens: list[int]  # tokens to prefill: the prompt; after a preemption also the output so far
     prefix: Prefix
     entries: list[Entry]
 
@@ -40,7 +40,8 @@ class Lease:
         self._leases, self._engine, self._cache = leases, leases.engine, leases.cache
         self._request = request
         self._found: Found | None = found
-        self._swapped: Swapped | None = None  # its pages in the swap space
+        # The sequence's pages in the swap space, if they are there.
+        self._swapped: Swapped | None = None
         pages, cached = self._cache.begin(found.prefix, found.entries, len(found.tokens))
         try:
             self.slot = self._engine.add_sequence(
@@ -49,7 +50,7 @@ class Lease:
         except Exception:
             self._cache.release(found.prefix)
             raise
-        self.cached = cached  # tokens
+        self.cached = cached  # number of tokens that were found cached
 
     def reserve(self, num_tokens: int, step_end: int = 0) -> bool:
         """Takes pages for `num_tokens` tokens in all. Idle pages of the cache are evicted for them.
@@ -146,7 +147,8 @@ class Leases:
     def __init__(self, engine: C.Engine, page_size: int, cache: PageCache) -> None:
         self.engine, self.page_size, self.cache = engine, page_size, cache
         self.swap = SwapSpace(engine, cache.swaps)
-        self.has_windows = len(engine.pages.windows) > 1  # groups of layers with a window
+        # Are there groups of layers with a window?
+        self.has_windows = len(engine.pages.windows) > 1
 
     @property
     def num_spare(self) -> int:

@@ -17,16 +17,18 @@ from itertools import combinations
 from statistics import median
 
 SHARE = 4  # the prompt that came first gets at least 1 / SHARE of a pass
-FEWEST = 64  # tokens of a pass that nothing but the chunk length may lower
-UNTIMED = 512  # tokens of a pass beside decoding sequences, before any pass was timed
-SLOWDOWN = 0.3  # what fixed cost and decode step add to the time of a pass's tokens
-REMAINDER = 0.25  # of a pass, which the other passes read, so that no short one is left
-FEW_PROMPTS = 4  # prompts that are read at once; with more of them, passes are longer
-RECENT = 5  # passes whose tokens are timed
-FITTED = 24  # passes that the fixed cost is fitted to
-STEPS = 5  # decode steps that are remembered
-DIFFERENT = 1.25  # tokens of two passes, more over fewer, from which on the fixed cost shows
-FURTHEST = 2  # tokens of a pass over those of the longest timed one, at most
+FEWEST = 64  # minimum number of tokens of a pass; only the chunk length may be lower
+UNTIMED = 512  # tokens of a pass beside decoding sequences, until a pass has been timed
+SLOWDOWN = 0.3  # fixed cost and decode step may add this share of the time of a pass's tokens
+# The other passes read a rest of at most this share of a pass, so that no short one is left.
+REMAINDER = 0.25
+FEW_PROMPTS = 4  # with more prompts than this, passes are longer
+RECENT = 5  # recent passes that give the time of a token
+FITTED = 24  # recent passes that give the fixed cost
+STEPS = 5  # recent decode steps that give the time of a step
+# The fixed cost shows only in two passes of which one has this many times the tokens of the other.
+DIFFERENT = 1.25
+FURTHEST = 2  # a pass has at most this many times the tokens of the longest timed one
 
 
 def divide(rests: Sequence[int], room: int, unit: int = 1) -> list[int]:
@@ -54,10 +56,11 @@ class PassTimes:
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit  # seconds
-        self._passes: deque[tuple[int, float]] = deque(maxlen=FITTED)  # tokens, seconds
-        self._steps: deque[float] = deque(maxlen=STEPS)  # seconds
-        self._fixed = 0.0  # seconds of a pass without its tokens
+        self._limit = limit  # maximum time of a pass, in seconds
+        # (tokens, seconds) of recent passes.
+        self._passes: deque[tuple[int, float]] = deque(maxlen=FITTED)
+        self._steps: deque[float] = deque(maxlen=STEPS)  # seconds of recent decode steps
+        self._fixed = 0.0  # fixed cost of a pass, in seconds
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Records a pass."""

@@ -74,24 +74,27 @@ class Request:
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.index = index
-        self.is_streamed = is_streamed  # False: only the end of the output matters
-        self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens per position; None: off
+        self.is_streamed = is_streamed  # False: the client needs only the complete output
+        # Likeliest tokens that are reported at each position of the prompt; None: none.
+        self.num_prompt_logprobs = prompt_logprobs
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar
         self._min_tokens = min_tokens
         self._bad_words = bad_words
         self._thinking = thinking
-        self._shows_stop = shows_stop  # the text has the token that ended it
+        self._shows_stop = shows_stop  # the text includes the stop token or string that ended it
         self.tokens: list[int] = []  # tokens that the engine thread has taken
-        self.num_tokens = 0  # of these, tokens whose text is made
+        self.num_tokens = 0  # number of these tokens whose text is made
         self.ended = False  # the engine thread takes no more tokens
-        self.run_text: Callable[[Job], None] = _run_now  # runs jobs of the text thread, in order
-        self.notify: Callable[[Request], None] | None = None  # the engine thread must look at it
+        self.run_text: Callable[[Job], None] = _run_now  # runs a job on the text thread, in order
+        # Tells the engine thread to look at the request.
+        self.notify: Callable[[Request], None] | None = None
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.cancelled = False
         self.cache_salt = cache_salt
-        self.lookup: Prefix | None = None  # its pages' keys in the prefix cache; set while it waits
+        # The keys of its pages in the prefix cache, while it waits.
+        self.lookup: Prefix | None = None
         self.cached_tokens: int | None = None  # prompt tokens that were cached when prefill began
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -231,7 +234,7 @@ class Request:
                 self.ended = True
                 break
         taken = self.tokens[before:]
-        counted = None  # emitted tokens, for the metrics of acceptance
+        counted = None  # number of emitted tokens, for the metrics of acceptance
         if drafted:
             ended = self.grammar is not None and self.grammar.stopped
             counted = (len(taken) if ended else len(tokens), drafted, inner)

@@ -51,14 +51,14 @@ DISK_PAUSE = 0.002  # seconds between two looks at what the disk has done
 class EngineLoad:
     """Utilisation of an engine."""
 
-    running: int  # sequences that hold a slot
-    waiting: int  # requests in the queue
+    running: int  # number of sequences that hold a slot
+    waiting: int  # number of requests in the queue
     kv_cache_usage: float  # used KV pages / all KV pages
-    preemptions: int  # preempted sequences since start
-    num_pages: int = 0  # all KV pages
-    page_size: int = 0  # tokens
+    preemptions: int  # number of preemptions since the start
+    num_pages: int = 0  # number of all KV pages
+    page_size: int = 0  # tokens of a page
     step_tokens: StepTokens = dataclasses.field(default_factory=StepTokens)
-    prefix_cache: CacheCounters | None = None  # without a prefix cache: None
+    prefix_cache: CacheCounters | None = None  # None: there is no prefix cache
 
 
 class Runner:
@@ -85,18 +85,20 @@ class Runner:
         """
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
-        self._collected = 0.0  # time.perf_counter() at the end of the last step
+        self._collected = 0.0  # time.perf_counter() when the last step was collected
         self.draft_depth = engine.tokens_per_step - 1 if draft_depth is None else draft_depth
         self._leases = Leases(engine, page_size, cache or PageCache(engine, page_size))
         self._copies_run = False  # the leases must be called again soon
         self._cache_counters = self._leases.snapshot()
-        self._launched = self._taken = 0  # numbers of steps: launched, collected
+        # Numbers of the last steps that were launched and collected.
+        self._launched = self._taken = 0
         self._scheduler = Scheduler(engine, self._leases, engine.tokens_per_step, prefill_seconds)
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
         self._page_size = page_size
         self._step_tokens = StepTokens()
-        self._free_pages = self._leases.num_spare  # as of the last iteration; any thread may read
+        # Number of free pages at the last iteration; any thread may read it.
+        self._free_pages = self._leases.num_spare
         self._in_flight = self._scheduler.in_flight
         self._text = TextWorker()
         # Requests that any thread has cancelled, or whose text has ended.

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_PASSED_OVER = 256  # requests that wait for their prefix while later ones are admitted
+# Maximum number of requests that wait for their prefix while later ones are admitted.
+MOST_PASSED_OVER = 256
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,10 +48,10 @@ class Sequence:
 
     request: Request
     lease: Lease
-    tokens: list[int]  # to prefill: the prompt; after a preemption also the output so far
-    sent: int = 0  # tokens of launched prefill steps, cached ones included
-    read: int = 0  # tokens of completed prefill steps, cached ones included
-    released: bool = False  # it holds the slot no longer
+    tokens: list[int]  # tokens to prefill: the prompt; after a preemption also the output so far
+    sent: int = 0  # number of its tokens in launched prefill steps, cached ones included
+    read: int = 0  # number of its tokens in completed prefill steps, cached ones included
+    released: bool = False  # it no longer holds the slot
 
     @property
     def slot(self) -> int:
@@ -115,10 +116,11 @@ class Step:
 
     sequences: list[Sequence]
     chunks: list[tuple[int, list[int], bool]] | None = None
-    targets: list[int] | None = None  # next token of each token of the only chunk, to be scored
-    group: Group | None = None  # the sequences of a decode step
-    shape: Shape | None = None  # chosen tree shape of a decode step
-    launched: float = 0.0  # time.perf_counter()
+    # For a chunk that is scored: the token after each of its tokens.
+    targets: list[int] | None = None
+    group: Group | None = None  # the group of a decode step's sequences
+    shape: Shape | None = None  # shape of a decode step's draft, if it was chosen
+    launched: float = 0.0  # time.perf_counter() at the launch
 
     @property
     def emitting(self) -> list[Sequence]:
@@ -141,9 +143,10 @@ class Scheduler:
         self._engine = engine
         self._leases = leases
         self.pass_times = PassTimes(prefill_seconds)
-        self._tokens_per_step = tokens_per_step  # maximum number that a decode step emits
+        # Maximum number of tokens that a decode step emits for a sequence.
+        self._tokens_per_step = tokens_per_step
         self._blocked = False  # a running sequence waits for pages
-        self._prompt_blocked = False  # likewise: a prompt, for pages of layers with a window
+        self._prompt_blocked = False  # a prompt waits for pages of layers with a window
         self._full = False  # the next request waits for pages
         self.num_preemptions = 0
         self._prefill_next = True
@@ -151,9 +154,12 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission, the oldest first
         self.in_flight: deque[Step] = deque()  # launched and not collected, the oldest first
-        self._reading: list[Sequence] = []  # of `active`, those with an unread prompt
-        self._group: Group | None = None  # of the next decode step; None: to be gathered
-        self.swapped: deque[Sequence] = deque()  # likewise; older than all waiting requests
+        # The sequences of `active` whose prompt is not read completely.
+        self._reading: list[Sequence] = []
+        # The sequences of the next decode step; None: it must be gathered.
+        self._group: Group | None = None
+        # Sequences in the swap space, the oldest first; older than all waiting ones.
+        self.swapped: deque[Sequence] = deque()
 
     @property
     def max_length(self) -> int:

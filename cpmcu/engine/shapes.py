@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Shape = tuple[int, int]  # tokens of the longest drafted path, verified nodes (root included)
+Shape = tuple[int, int]  # (tokens of the longest drafted path, verified nodes with the root)
 
 PLAIN: Shape = (0, 1)
 

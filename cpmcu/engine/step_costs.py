@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from cpmcu.engine.shapes import Shape, is_chain
 
-FEWEST = 3  # measured shapes that a fit needs
-_SWEEPS = 40  # of coordinate descent, over three costs
+FEWEST = 3  # minimum number of measured shapes that a fit needs
+_SWEEPS = 40  # rounds of coordinate descent over three costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Measured:
 
     shape: Shape
     num_seqs: int
-    plain: float  # of a plain step
-    extra: float  # over the plain step
+    plain: float  # time of a plain step
+    extra: float  # time beyond the plain step
 
 
 def fit(points: Sequence[Measured], num_seqs: int) -> list[float] | None:

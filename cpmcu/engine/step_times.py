@@ -14,18 +14,20 @@ from collections.abc import Iterable
 from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_costs import Measured, extra, fit
 
-RECENT = 12  # steps that are remembered
+RECENT = 12  # steps of a shape whose times are remembered
 # Steps until a time counts: a graph is captured, kernels are loaded, caches are cold. One more, if
 # the last of them was slow.
 TRUSTED = 3
-FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8  # plain steps before anything is drafted
-AGREEING = 1.15  # two times of a new shape agree up to this ratio, slower ÷ faster
+# Plain steps before the first draft: the number, and its maximum.
+FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8
+AGREEING = 1.15  # two times of a new shape agree if slower ÷ faster is at most this
 DOUBTED = 8  # with fewer timed plain steps, the lower bound is the fastest of them times DOUBT
 DOUBT = 0.6
-OLD, STALE = 32, 2000  # steps after which a time is doubted, then hardly counts
+# Age of a time, in steps, from which it is doubted, and from which it hardly counts.
+OLD, STALE = 32, 2000
 FIT_LOW, FIT_HIGH = 0.75, 1.15  # bounds of fitted extra times
-REFIT = 64  # steps after which times are fitted again
-LEAST_EXTRA = 0.15  # plain steps: smallest extra time from which others are predicted
+REFIT = 64  # steps between two fits
+LEAST_EXTRA = 0.15  # smallest extra time that predicts others, in plain steps
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +36,7 @@ class _Times:
     least: float = 0.0
     typical: float = 0.0
     last: int = 0  # number of the step that was added last
-    plain: float = 0.0  # seconds of a plain step at that time
+    plain: float = 0.0  # time of a plain step when this shape was last timed, in seconds
     trusted: bool = False
 
     def add(self, seconds: float, step: int, *, plain: bool) -> None:
@@ -59,7 +61,8 @@ class StepTimes:
     def __init__(self) -> None:
         self._by_seqs: dict[int, dict[Shape, _Times]] = {}
         self._steps = 0
-        self._fits: dict[int, tuple[int, int, list[float] | None]] = {}  # points, step, costs
+        # Number of sequences -> (points, step, costs).
+        self._fits: dict[int, tuple[int, int, list[float] | None]] = {}
 
     def add(self, shape: Shape, num_seqs: int, seconds: float) -> None:
         """Records the time of one step."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import bisect
 
-EDGES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # as vLLM's
+# Upper ends of the buckets, as in vLLM.
+EDGES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class StepTokens:
     """Counts steps by their tokens. One thread adds, any thread may read."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(EDGES) + 1)  # steps per bucket; the last one is unbounded
+        # Number of steps in each bucket; the last bucket has no upper end.
+        self.counts = [0] * (len(EDGES) + 1)
         self.total = 0  # tokens of all steps
 
     def add(self, num_tokens: int) -> None:

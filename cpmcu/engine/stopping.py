@@ -23,7 +23,7 @@ class StopStrings:
     ) -> None:
         self._stops = tuple(stops)
         self._patterns = tuple(patterns)
-        self._shown = shown  # the text ends with the stop string
+        self._shown = shown  # the text includes the stop string that ends it
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 

@@ -16,19 +16,20 @@ logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 
-FEW_SEQS = 16  # sequences of a step whose jobs run on the engine thread
-MOST_BEHIND = 32  # steps that wait for their text; then the engine thread waits, too
+FEW_SEQS = 16  # maximum number of sequences of a step whose jobs run on the engine thread
+# Maximum number of steps that wait for their text; beyond it the engine thread waits.
+MOST_BEHIND = 32
 
 
 class TextWorker:
     """Used by the engine thread only, except `is_current`."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []  # of the current step
+        self._jobs: list[Job] = []  # jobs of the current step
         self._queue: queue.Queue[list[Job] | None] = queue.Queue(MOST_BEHIND)
         self._thread: threading.Thread | None = None
-        self._posted = 0  # lists
-        self._done = 0  # lists; the worker's thread counts
+        self._posted = 0  # number of lists of jobs that were handed to the worker
+        self._done = 0  # number of lists that are done; only the worker's thread counts
 
     @property
     def is_current(self) -> bool:

@@ -10,9 +10,10 @@ import numpy.typing as npt
 from cpmcu.sampling import ThinkingLimit
 
 Words = npt.NDArray[np.uint32]
-State = tuple[int | None, bool]  # output tokens before the reasoning; has it ended or not begun?
+# (output tokens before the reasoning; True: reasoning is over or has not begun).
+State = tuple[int | None, bool]
 
-_MAX_BLANK = 64  # tokens of white space before the begin tag
+_MAX_BLANK = 64  # maximum number of white-space tokens before the begin tag
 _AHEAD = 256  # more tokens than the steps in flight can emit
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from cpmcu import C
     from cpmcu.engine.chooser import ShapeChooser
 
-PROMPT = [0, 0]  # tokens that every vocabulary has
-COLD, WARM = 3, 3  # plain steps before and after the drafted ones
-DRAFTED = 3  # steps after which the chooser trusts a time
-FIXED = 2  # steps of an engine that has no choice of shapes
-LIMIT = 0.05  # seconds for the steps above
-DRAFTS_LIMIT = 0.25  # seconds for the steps of the larger drafts
+PROMPT = [0, 0]  # ids that every vocabulary has
+COLD, WARM = 3, 3  # number of plain steps before and after the drafted ones
+DRAFTED = 3  # number of steps after which the chooser trusts a time
+FIXED = 2  # number of steps if the engine has only one shape
+LIMIT = 0.05  # maximum time of the steps above, in seconds
+DRAFTS_LIMIT = 0.25  # maximum time of the steps of larger drafts, in seconds
 
 
 def warm_up(

@@ -49,7 +49,7 @@ def parse_bool(text: str) -> bool:
 class FileFlags:
     """Flags of a file: name without the leading dashes -> value."""
 
-    name: str  # of the file
+    name: str  # name of the file
     values: Mapping[str, Any]
 
 

@@ -98,12 +98,13 @@ class LLM:
         self.hf_config = loaded.hf_config
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
-        self.draft_spec = loaded.draft  # None: no drafter
+        self.draft_spec = loaded.draft  # None: the engine has no drafter
         self._check_end_token()
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
-        self.max_num_seqs = loaded.engine.max_num_seqs  # memory may allow fewer than usual
+        # Number of slots; memory may allow fewer than usual.
+        self.max_num_seqs = loaded.engine.max_num_seqs
         self._runner = Runner(
             loaded.engine,
             page_size=C.PAGE_SIZE,

@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-_WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cublas/lib")  # PyPI wheels for CUDA 13 and 12
+# Folders of the PyPI wheels for CUDA 13 and CUDA 12.
+_WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cublas/lib")
 
 
 def cublas_paths() -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "draft."  # prefix of the engine's names of all drafts' tensors
+PREFIX = "draft."  # begins the engine's names of the tensors of all drafts
 
 
 @dataclass(frozen=True, slots=True)

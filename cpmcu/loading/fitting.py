@@ -18,9 +18,9 @@ from cpmcu.config import USUAL_CHUNK, USUAL_SEQS, EngineConfig
 
 logger = logging.getLogger(__name__)
 
-USEFUL_TOKENS = 4096  # a context that serves a conversation
-_LEAST_CHUNK = 512  # a shorter one makes prompts slow
-_STEPS = 6  # halvings of the search for a length
+USEFUL_TOKENS = 4096  # tokens of a context that serves a conversation
+_LEAST_CHUNK = 512  # shorter chunks make prompts slow
+_STEPS = 6  # steps of the binary search for a length
 
 # (configuration, n) -> the longest sequence of an engine whose buffers are made for n tokens. n = 0
 # means all positions. Raises MemoryError if the model does not fit, ValueError for a configuration
@@ -33,8 +33,8 @@ class Fit:
     """A configuration that fits."""
 
     config: EngineConfig  # max_num_seqs and chunk_length are numbers
-    max_model_len: int  # tokens of a sequence
-    sized_for: int  # tokens that buffers are made for; 0: the model's positions
+    max_model_len: int  # maximum number of tokens of a sequence
+    sized_for: int  # tokens of a sequence that buffers are made for; 0: the model's positions
 
 
 def fit(config: EngineConfig, most_tokens: int, plan: Plan, linear_method: str) -> Fit:

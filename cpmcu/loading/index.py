@@ -17,7 +17,7 @@ Entry = TypeVar("Entry")
 
 _MAX_LISTED = 8
 _POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # bytes
-_MAX_NAME = 255  # bytes; limit of common file systems
+_MAX_NAME = 255  # maximum length of a file name in bytes, in common file systems
 
 
 def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) -> dict[str, Entry]:

@@ -56,12 +56,13 @@ class LoadedModel:
 
     engine: C.Engine
     directory: Path
-    hf_config: dict[str, Any]  # config.json
-    generation_config: dict[str, Any]  # generation_config.json; empty if there is none
+    hf_config: dict[str, Any]  # contents of config.json
+    generation_config: dict[str, Any]  # contents of generation_config.json; empty if there is none
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
-    shapes: tuple[tuple[int, int], ...] = ()  # tree shapes to choose from; empty: fixed shape
-    draft_directory: Path | None = None  # of a draft with weights in other files
+    # Tree shapes from which each step chooses; empty: the shape is fixed.
+    shapes: tuple[tuple[int, int], ...] = ()
+    draft_directory: Path | None = None  # folder of a draft whose weights are in files of its own
 
 
 # Beginnings of the names of a language model's head; the second in files with a vision tower.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20  # host memory that a disk needs
+STAGING_BYTES = 256 << 20  # host memory that is reserved for reads from disk
 
 
 def make_page_cache(loaded: LoadedModel, config: EngineConfig) -> PageCache:

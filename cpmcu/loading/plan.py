@@ -19,7 +19,7 @@ from cpmcu.models.common import SpecFields
 from cpmcu.models.names import NameMap
 from cpmcu.quant.registry import Arrays, QuantPlan, Repack
 
-MAX_LISTED = 8  # mismatches in one message
+MAX_LISTED = 8  # maximum number of mismatches that a message lists
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale")
 
 Value = TypeVar("Value")
@@ -29,12 +29,13 @@ Value = TypeVar("Value")
 class Placement:
     """A range of rows of a stored tensor and its tensor in the engine."""
 
-    source: str  # name in the checkpoint
-    target: TensorMeta  # the engine's name, the file's dtype, the shape of the rows
+    source: str  # name of the tensor in the checkpoint
+    target: TensorMeta  # the engine's name, the dtype of the file, the shape of the rows
     first_row: int
     path: Path
-    offset: int | None  # bytes from the file's start; None: not streamable
-    transposed: bool = False  # as in Piece
+    # Offset from the start of the file in bytes; None: the tensor cannot be streamed.
+    offset: int | None
+    transposed: bool = False  # the tensor is transposed, as in Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class LoadPlan:
 
     placements: list[Placement]
     repacks: list[Repack]
-    unused: dict[str, str]  # name in the checkpoint -> reason
-    conversions: dict[tuple[str, str], int]  # dtype in the file, in the engine -> tensors
-    total_bytes: int  # to read from the checkpoint's files
+    unused: dict[str, str]  # name of a tensor in the checkpoint -> reason
+    # (dtype in the file, dtype in the engine) -> number of tensors.
+    conversions: dict[tuple[str, str], int]
+    total_bytes: int  # bytes that are read from the checkpoint's files
 
     def conversions_to(self, dtype: str) -> dict[str, int]:
         """Dtype in the file -> number of tensors that are converted to `dtype`.

@@ -21,7 +21,7 @@ from cpmcu.checks import brief, one_line, shown
 from cpmcu.loading.index import DuplicateNameError, check_file, read_index, unique_names
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _SMALL = 4 << 20  # bytes; smaller tensors share one mapping of their file, which is faster
 
 _DTYPES = {
@@ -42,7 +42,7 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
-DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # dtype -> code in a header
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # dtype -> its name in a header
 
 
 class SafetensorsCheckpoint:

@@ -41,14 +41,15 @@ class SpecFields:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int  # tokens
-    rope_inv_freq: tuple[float, ...]  # [rotary width / 2], radians a token
+    max_position_embeddings: int  # maximum number of tokens of a sequence
+    rope_inv_freq: tuple[float, ...]  # [rotary width / 2] radians per position
     rope_attention_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centred_norms: bool = False  # RMSNorm multiplies by 1 + weight
-    plain_final_norm: bool = False  # but the norm before the head by weight
-    normed_embedding: bool = False  # embeddings have an RMSNorm without weights
+    # The norm before the head multiplies by its weight, even if zero_centred_norms.
+    plain_final_norm: bool = False
+    normed_embedding: bool = False  # the embedding output goes through an RMSNorm without weights
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from cpmcu.models.reader import ConfigReader
 
-MAX_KERNEL = 8  # kMaxConvTaps of csrc/kernels/short_conv/short_conv.h
+MAX_KERNEL = 8  # equal to kMaxConvTaps of csrc/kernels/short_conv/short_conv.h
 
 
 def read_mamba(reader: ConfigReader, keys: Mapping[str, str]) -> dict[str, Any]:

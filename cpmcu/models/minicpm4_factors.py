@@ -5,8 +5,8 @@ They apply to MiniCPM4 with head_dim 128 only. MiniCPM4.1 has other factors in i
 
 from __future__ import annotations
 
-ORIGINAL_LENGTH = 32768  # tokens
-EXTENDED_LENGTH = 131072  # tokens
+ORIGINAL_LENGTH = 32768  # tokens of a sequence without the factors
+EXTENDED_LENGTH = 131072  # tokens of a sequence with the factors
 
 # fmt: off
 LONGROPE_FACTORS = (  # [head_dim / 2], the same for long and short sequences

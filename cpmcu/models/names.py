@@ -21,7 +21,7 @@ class Piece:
 
     name: str
     first_row: int = 0
-    num_rows: int | None = None  # None: to the end
+    num_rows: int | None = None  # number of rows from the first one on; None: up to the end
     # Leading dimensions that are flattened into rows; empty: the first dimension.
     leading: tuple[int, ...] = ()
     # The file has a stack of matrices [E, K, N] with leading = (E, N); this is one of them, [N, K].

@@ -15,7 +15,7 @@ from cpmcu.models.common import (
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 
-DEFAULT_HEAD_DIM = 128  # not hidden_size / num_attention_heads, which differs in small models
+DEFAULT_HEAD_DIM = 128  # not hidden_size / num_attention_heads: small models differ
 
 
 @register_model("Qwen3ForCausalLM")

@@ -30,7 +30,7 @@ DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 DEFAULT_INTERVAL = 4  # layers from one full attention to the next
 DEFAULT_EXPERTS = 512
 MAX_HEADS = MODEL_LIMITS["num_attention_heads"][1]
-CONV_KERNEL = 4  # kConvTaps of csrc/kernels/delta_net/gated_delta_net.h
+CONV_KERNEL = 4  # equal to kConvTaps of csrc/kernels/delta_net/gated_delta_net.h
 _KINDS = ("linear_attention", "full_attention")
 _NOT_OF_THE_TARGET = ("mtp.", "model.visual.", "visual.")
 

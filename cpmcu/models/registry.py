@@ -36,7 +36,8 @@ class ModelFamily:
 _families: dict[str, ModelFamily] = {}
 
 _ENDINGS = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
-_DRAFTS = ("dflash", "dspark", "eagle", "speculator")  # in architectures of draft heads
+# Parts of the names of architectures of draft heads.
+_DRAFTS = ("dflash", "dspark", "eagle", "speculator")
 # Block that the engine does not have -> architectures that need it.
 _MISSING = {
     "latent attention (MLA)": (

@@ -14,7 +14,7 @@ from cpmcu.sparse_options import BLOCK, MOST, SparseOptions
 
 logger = logging.getLogger(__name__)
 
-KIND = "sparse_attention"  # of the block
+KIND = "sparse_attention"  # kind of the block
 
 # The values of MiniCPM4 and MiniCPM4.1. The engine has only these sizes of compressed keys.
 _FIXED: dict[str, Any] = {

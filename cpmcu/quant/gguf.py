@@ -17,7 +17,7 @@ from cpmcu.quant.int8 import Int8Format, int8_part
 from cpmcu.quant.parts import Part, plan_parts
 from cpmcu.quant.registry import LinearOptions, QuantPlan, register_quant
 
-_GROUP = 32  # values of a block of integers
+_GROUP = 32  # values that share a scale in a block of integers
 _RECORDS = (".weight_records", ".weight_half_records")
 
 

@@ -16,9 +16,9 @@ from cpmcu.quant.registry import LinearOptions, Read, Repack
 
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
-GROUP_SIZES = {4: (16, 32, 64, GROUP_SIZE), 8: (32, 64, GROUP_SIZE)}  # by bits
+GROUP_SIZES = {4: (16, 32, 64, GROUP_SIZE), 8: (32, 64, GROUP_SIZE)}  # bits -> sizes of groups
 
-_FUSED = ("qkv_proj", "gate_up_proj")  # stored as one matrix by CPM.cu
+_FUSED = ("qkv_proj", "gate_up_proj")  # modules that CPM.cu stores as one matrix
 # Projections without a bias in all supported models.
 _NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 

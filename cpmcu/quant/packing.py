@@ -23,7 +23,7 @@ U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
 
-BLOCK_ROWS = 256  # of the engine's layout: csrc/kernels/gemm/packed/packed.h
+BLOCK_ROWS = 256  # rows of a weight block (csrc/kernels/gemm/packed/packed.h)
 BLOCK_K = 128
 
 # ---- GPTQ

@@ -30,10 +30,10 @@ class Part:
 
     modules: Sequence[str]
     options: LinearOptions
-    what: str  # the form in words, for messages
+    what: str  # name of the form, for messages
     repacks: Sequence[Repack] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)  # redundant tensor -> reason
-    verify: Callable[[Read], None] | None = None  # QuantPlan.verify of these modules
+    verify: Callable[[Read], None] | None = None  # QuantPlan.verify for these modules
 
 
 def plan_parts(scheme: str, tensors: Mapping[str, TensorMeta], parts: Sequence[Part]) -> QuantPlan:

@@ -22,7 +22,8 @@ from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-Read = Callable[[str], npt.NDArray[Any]]  # name -> tensor of the checkpoint in its storage dtype
+# Name of a tensor -> its array, in the dtype of the checkpoint.
+Read = Callable[[str], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,12 @@ class Repack:
 class LinearOptions:
     """How the files store quantised matrices: LinearOptions of csrc/core/model_spec.h."""
 
-    layout: str = ""  # of the packed weights: a name in the engine's table of layouts
-    format: str = ""  # of the tensors in the files; empty: the layout has only one
-    group_size: int = 0  # k that share a scale; -1: a whole row; 0: as the layout says
+    layout: str = ""  # how weights are packed: a name in the engine's table of layouts
+    format: str = ""  # format of the tensors in the files; empty: the layout has only one
+    group_size: int = 0  # inputs (k) that share a scale; -1: a whole row; 0: the layout decides
     zero_points: bool = False
     scale_dtype: str = "float16"
-    stacked: bool = False  # parts such as q, k and v are one tensor in the files
+    stacked: bool = False  # the files hold parts such as q, k and v as one tensor
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as the engine takes them."""
@@ -59,12 +60,14 @@ class QuantPlan:
     """Storage and linear methods of the linear layers of one checkpoint."""
 
     scheme: str
-    linear_method: str  # name of the C++ method
+    linear_method: str  # name of the C++ linear method
     linear_options: LinearOptions = LinearOptions()
-    linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
+    # Module -> its method, instead of linear_method.
+    linear_overrides: dict[str, str] = field(default_factory=dict)
     # Module -> options, of those that differ from `linear_options`.
     module_options: dict[str, LinearOptions] = field(default_factory=dict)
-    repacks: Sequence[Repack] = ()  # all other tensors are streamed unchanged
+    # Tensors that are changed at load; all others are streamed unchanged.
+    repacks: Sequence[Repack] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)  # redundant tensor -> reason
     # Checks the contents of small tensors before the load; raises ValueError.
     verify: Callable[[Read], None] | None = None
@@ -145,7 +148,7 @@ def describe(quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta])
     if quant_config:
         method = quant_config.get("quant_method") or "an unnamed method"
         bits = quant_config.get("bits") or quant_config.get("w_bit")
-        algorithm = quant_config.get("quant_algo")  # of ModelOpt
+        algorithm = quant_config.get("quant_algo")  # algorithm of a ModelOpt checkpoint
         detail = f"{bits} bits" if bits else algorithm
         return f"{method} ({detail})" if detail else str(method)
     example = quantised_tensors(tensors)[0]

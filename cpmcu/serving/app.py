@@ -23,7 +23,8 @@ from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 from cpmcu.verification import is_lossy
 
-_OTHER_PARTS = 1 << 14  # lists, objects and members outside messages, such as tool schemas
+# Lists, objects and members of a body outside messages, such as tool schemas.
+_OTHER_PARTS = 1 << 14
 _ERROR = "#/components/schemas/ErrorResponse"
 
 

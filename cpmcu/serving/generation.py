@@ -88,7 +88,8 @@ class Generation:
         self.request_id = request_id.get()
         self._service = service
         self._loop = loop
-        self._inbox: deque[tuple[int, Item | Exception]] = deque()  # from the engine's thread
+        # (number of the choice, item) from the engine's thread.
+        self._inbox: deque[tuple[int, Item | Exception]] = deque()
         self._ready: deque[tuple[int, Item | Exception]] = deque()
         self._waker = service.waker(loop)
         self._waiter: asyncio.Future[None] | None = None

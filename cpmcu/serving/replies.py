@@ -27,7 +27,7 @@ from cpmcu.serving.protocol.base import (
 from cpmcu.serving.service import Service
 
 _MANY_TOKENS = 4096  # a longer response is serialised on another thread than the event loop's
-_PIECE = 1 << 13  # numbers or strings serialised in one call
+_PIECE = 1 << 13  # numbers or strings that one call serialises
 
 
 def service_of(request: Request) -> Service:
@@ -49,7 +49,7 @@ class Reply:
         self.system_fingerprint = service.fingerprint
         names = ("id", "created", "model", "system_fingerprint")
         frame = {"object": kind, **{name: getattr(self, name) for name in names}}
-        self._head = f"data: {to_json(frame)[:-1]},"  # the start of every chunk
+        self._head = f"data: {to_json(frame)[:-1]},"  # the start of every chunk of the stream
 
     @property
     def wants_metrics(self) -> bool:

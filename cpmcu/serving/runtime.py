@@ -24,7 +24,8 @@ from cpmcu.serving.model import Model
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_HEAD_START_SECONDS = 1.0  # enough unless the files come from a network
+# Maximum wait for the loading thread; enough unless the files come from a network.
+_HEAD_START_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from cpmcu.checks import shown
 from cpmcu.grammar import Grammar
 
-MAX_FORMATS = 1024  # formats in one structural tag
+MAX_FORMATS = 1024  # maximum number of formats in one structural tag
 MAX_DEPTH = 32
 MAX_TAGS = 512
 
 Object = Mapping[str, Any]
-Ends = tuple[str, ...]  # one of these texts follows; none: nothing follows
-Piece = str | int  # of a text: text without special tokens, or a special token
+Ends = tuple[str, ...]  # texts of which one follows; empty: nothing follows
+Piece = str | int  # part of a text: a text without special tokens, or the id of a special token
 
 
 def to_grammar(
@@ -168,7 +168,8 @@ class _Builder:
         excluded = _excluded(form)
         rests = [(begin, self._rule(self._after_begin(tag, ()))) for begin, tag in tags]
         banned = (*triggers, *excluded, *ends)
-        found: dict[tuple[Piece, ...], list[str]] = {}  # what is found first -> what may follow
+        # What is found first -> texts that may follow.
+        found: dict[tuple[Piece, ...], list[str]] = {}
         for begin, rest in rests:
             trigger = next(trigger for trigger in triggers if begin.startswith(trigger))
             first_found, others = self._cut(begin, len(trigger))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.http.sse import disconnected
 
-LONG_TEXT = 1 << 16  # characters; takes about 20 ms
+LONG_TEXT = 1 << 16  # characters of a text whose work takes about 20 ms
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ def walk_files(root):
     """Yield the path of every file below a directory."""
 '''
 
-_PATH = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)+")  # or a repository id
+_PATH = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)+")  # a path, or the id of a repository
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt")
 _PATIENCE_SECONDS = 1.0
 

@@ -33,9 +33,9 @@ MAX_SIZE = 1 << 20  # limit of one value, in characters; a list counts _ITEM for
 GROWTH = 4  # if the input is large, the limit of one value is GROWTH times the input's size
 MAX_TOTAL = 256  # limit of all values together, dead ones included, in limits of one value
 MAX_INPUT = 1 << 28
-MAX_SECONDS = 2.0  # of CPU time
-MAX_NUMBER = 1_000_000  # as a width or a repetition count
-MAX_BITS = 1 << 17  # of an integer
+MAX_SECONDS = 2.0  # maximum CPU time
+MAX_NUMBER = 1_000_000  # maximum of a width or a repetition count
+MAX_BITS = 1 << 17  # maximum size of an integer
 _ITEM = 8  # size of an item of a list, in characters
 _STEPS = 256  # loop iterations or calls between checks of the time
 

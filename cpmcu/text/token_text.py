@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cpmcu.tokenizer import Tokenizer
 
-_SOUGHT_BYTES = 256  # after these bytes of a text, its place in the output no longer changes
+_SOUGHT_BYTES = 256  # bytes of text after which the text's place in the output no longer changes
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -83,10 +83,10 @@ class TokensUpTo:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self._ends: list[int] = []  # end of each token, in bytes of the output
+        self._ends: list[int] = []  # the end of each token in the output, in bytes
         # The beginnings of both, until the text has enough bytes to be found in the output.
         self._output = self._text = b""
-        self._begin = 0  # of the text, in bytes of the output
+        self._begin = 0  # the start of the text in the output, in bytes
         self._length = 0
 
     def add(self, tokens: Sequence[int], text: str) -> None:

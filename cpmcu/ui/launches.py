@@ -9,7 +9,7 @@ from typing import Any
 from cpmcu.ui.tables import mebibytes
 
 COLUMNS = ("pass", "layer", "launch", "ops", "MiB")
-_SHOWN = 4  # layers of one kind that are listed one by one
+_SHOWN = 4  # maximum number of layers of one kind that are listed one by one
 
 Row = tuple[str, str, str, str, str]
 Launch = Mapping[str, Any]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_LINE_SECONDS = 2.0  # plain mode: least time between two lines
-_FIRST_PASS_SECONDS = 0.5  # a longer first pass of prefill is shown
-_LONG_LINE_SECONDS = 10.0  # the same if the lines show the time left
+_LINE_SECONDS = 2.0  # minimum time between two lines in plain mode
+_FIRST_PASS_SECONDS = 0.5  # minimum time of a first pass of prefill that is shown
+_LONG_LINE_SECONDS = 10.0  # the same as _LINE_SECONDS, if the lines show the time left
 
 
 class Bar(Protocol):
@@ -131,7 +131,7 @@ class LoadProgressBar:
     def __init__(self, *, plain: bool, verb: str = "loading", time_left: bool = False) -> None:
         self._plain = plain
         self._verb = verb
-        self._time_left = time_left  # instead of the speed
+        self._time_left = time_left  # True: show the time left instead of the speed
         self._bar: Bar | None = None
 
     def start(self, total_bytes: int, what: str) -> None:

@@ -39,8 +39,8 @@ class OptionField(NamedTuple):
     """An option of drafters."""
 
     field: dataclasses.Field[Any]
-    hint: Any  # its type
-    owner: type[DrafterOptions]  # the class that declares it
+    hint: Any  # type annotation of the field
+    owner: type[DrafterOptions]  # the class that declares the field
 
 
 T = TypeVar("T", bound=type[DrafterOptions])

@@ -9,8 +9,8 @@ from cpmcu.drafters.options.networks import FrSpecOptions
 from cpmcu.drafters.options.trees import MAX_TREE_SIZE, TreeShape
 from cpmcu.options import option
 
-FIXED_TREE = 16  # nodes if the shape is fixed
-CHOSEN_TREE = 32  # nodes of the largest shape if each step chooses
+FIXED_TREE = 16  # nodes of a tree whose shape is fixed
+CHOSEN_TREE = 32  # nodes of the largest tree, if each step chooses its shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

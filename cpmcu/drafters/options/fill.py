@@ -11,8 +11,8 @@ from cpmcu.drafters.options.trees import MAX_TREE_SIZE, TreeOptions, TreeShape
 from cpmcu.options import option
 
 FILLS = ("ngram",)
-MODEL_STEPS = 4  # tokens that the drafter drafts
-FILL_DEPTH = 9  # of the longest path if the context fills drafts
+MODEL_STEPS = 4  # tokens that the filled drafter drafts itself
+FILL_DEPTH = 9  # depth of the longest path, if the context fills drafts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

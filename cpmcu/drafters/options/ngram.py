@@ -9,14 +9,14 @@ from cpmcu.drafters.options import DrafterOptions, register_options
 from cpmcu.drafters.options.trees import ChainOptions
 from cpmcu.options import option
 
-MAX_NGRAM = 32  # as in csrc/kernels/tree/tree.h
+MAX_NGRAM = 32  # equal to kMaxNgram in csrc/kernels/tree/tree.h
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookUpOptions(DrafterOptions):
     """Lengths of the token sequences that are looked up in the prompt and the output."""
 
-    longest_match: ClassVar[int] = 4  # if none is given
+    longest_match: ClassVar[int] = 4  # longest match if no flag says another
 
     prompt_lookup_min: int | None = option(
         None,

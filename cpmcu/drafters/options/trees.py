@@ -24,13 +24,14 @@ def num_candidates(topk: int, depth: int) -> int:
 class TreeShape:
     """Shape of a drafted tree."""
 
-    depth: int  # drafted levels
+    depth: int  # drafted levels of the tree
     topk: int  # nodes expanded per level, and children per node
-    tree_size: int  # verified nodes, the root included
+    tree_size: int  # nodes that are verified, the root included
 
 
 HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
-CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # largest shape if each step chooses
+# The largest shape, if each step chooses its shape.
+CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)
 SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
 

@@ -25,11 +25,11 @@ class CacheCounters:
     """Counters of the cache since its start, in tokens and pages."""
 
     queries: int = 0  # prompt tokens that were looked up
-    hits: int = 0  # of these, tokens that were cached
-    host_hits: int = 0  # of these, tokens that came from host memory
-    disk_hits: int = 0  # of these, tokens that came from disk
+    hits: int = 0  # tokens among `queries` that were cached
+    host_hits: int = 0  # tokens among `hits` that came from host memory
+    disk_hits: int = 0  # tokens among `hits` that came from disk
     evicted: int = 0  # pages that left the device
-    pages: int = 0  # on the device now, used or idle
+    pages: int = 0  # pages that are on the device now, used or idle
     host_pages: int = 0
     disk_pages: int = 0
 
@@ -38,17 +38,22 @@ class CacheCounters:
 class Prefix:
     """The state of one sequence in the cache."""
 
-    keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
-    entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
+    keys: list[tuple[bytes, bytes]]  # (key, token ids) of each full page of its tokens
+    # The cache's entries of its first pages, in order.
+    entries: list[Entry] = dataclasses.field(default_factory=list)
     num_cached: int = 0  # tokens that were found cached
     known: int = 0  # pages that were found cached, those behind the last checkpoint included
-    pending_begin: int = 0  # its pages whose keys are pending: it will publish them
+    pending_begin: int = 0  # first page whose key is pending: this sequence will publish it
     pending_end: int = 0
-    waits_for: bytes = b""  # key that a running sequence will publish
-    reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
-    epoch: int = 0  # number of resets before it began
-    collided: bool = False  # another prefix has the next key: nothing more is published
-    states: dict[int, int] = dataclasses.field(default_factory=dict)  # end page -> host block
+    # Key that another running sequence will publish, for which this one waits.
+    waits_for: bytes = b""
+    # Keys of pages that are being read from disk for it; None: it has not asked.
+    reading: list[bytes] | None = None
+    epoch: int = 0  # number of resets of the cache before it began
+    # Another prefix has the key of the next page, so no more pages are published.
+    collided: bool = False
+    # Number of pages before a state -> the host block of the state.
+    states: dict[int, int] = dataclasses.field(default_factory=dict)
     # Group of layers with a window -> number of a page -> page, of pages to be published.
     window_pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     # Group -> number of a page -> (entry, host block), of pages to be loaded.

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.disk_tier import DiskTier
 
 
-EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
-FEWEST_STATES = 8  # checkpoints of per-slot state
-SAVED_AT_ONCE = 8  # pages; a request that arrives meanwhile waits for their copies
+EVICTED_AT_ONCE = 8  # pages that are evicted together, since evicting waits for the steps in flight
+FEWEST_STATES = 8  # minimum number of checkpoints of per-slot state
+SAVED_AT_ONCE = 8  # pages that are saved together; a request that arrives meanwhile waits for them
 
 
 class PrefixCache(PageCache):
@@ -57,7 +57,7 @@ class PrefixCache(PageCache):
         self._hash = hash_bytes
         self._index = PrefixIndex()
         self._windows = WindowPages(engine, page_size, self._hosts)
-        self._epoch = 0  # number of resets
+        self._epoch = 0  # number of resets so far
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
         self._disk = disk
         if disk is not None:
@@ -243,7 +243,7 @@ class PrefixCache(PageCache):
 
     def end(self, prefix: Prefix, slot: int, num_read: int, request: Sequenced) -> None:
         if self._decoded and not self.has_states and num_read >= len(request.prompt):
-            tokens = (request.prompt + request.tokens)[:-1]  # the last is not in the cache
+            tokens = (request.prompt + request.tokens)[:-1]  # the last token is not in the cache
             prefix.keys = self.prefix_of(tokens, request.cache_salt).keys
             num_read = max(num_read, len(tokens))
         self.publish(prefix, slot, num_read, ended=True)

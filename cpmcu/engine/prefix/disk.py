@@ -36,8 +36,8 @@ from cpmcu.errors import sentence
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 60.0  # without writes after a failed one
-LOOK_SECONDS = 300.0  # between two looks at what other processes wrote and removed
+PAUSE_SECONDS = 60.0  # time without writes after a write that failed
+LOOK_SECONDS = 300.0  # time between two looks at what other processes wrote and removed
 
 _PAGE_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
 _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp")
@@ -48,8 +48,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 @dataclass(slots=True)
 class _Entry:
     size: int
-    used: int  # time.time_ns()
-    has_state: bool = False  # of a file that was found: judged by its size
+    used: int  # time of its last use, by time.time_ns()
+    # Whether a state follows the page; the size tells for files that were found.
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,15 @@ class DiskStore:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._num_bytes = 0  # of the entries
+        self._num_bytes = 0  # bytes of all entries
         self._others: deque[_OtherFile] = deque()  # least recently used first
         self._others_bytes = 0
         self._reserved = 0  # bytes of files that are being written
-        self._generation = 0  # number of calls of remove_all
+        self._generation = 0  # number of calls of remove_all so far
         self._last_time = 0
         self._writing_fails = False
-        self._write_again = 0.0  # time.monotonic(), as the next two
+        # time.monotonic() from which writes are tried again; the next two are such times.
+        self._write_again = 0.0
         self._complain_again = 0.0
         self._look_again = 0.0
         try:

@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 PAGES_A_TASK = 4  # pages that a thread reads before it looks for work again
-MOST_WRITES = 32  # pages that are being written to disk
+MOST_WRITES = 32  # maximum number of pages that are being written
 FREE_PAGES = 8  # device pages that loading from disk leaves to running sequences
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Read:
     entry: Entry
-    parent: bytes  # digest of the pages before it
+    parent: bytes  # digest of all pages before this one
     block: int
     state: int
-    found: tuple[bool, bool] = (False, False)  # the page, and its state
+    found: tuple[bool, bool] = (False, False)  # whether the page and its state were found
 
 
 class DiskTier:
@@ -50,15 +50,17 @@ class DiskTier:
     def __init__(self, store: DiskStore) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpmcu-disk")
-        self._wanted: deque[Entry] = deque()  # published; no copy to the host was launched yet
-        self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before it
+        # Published entries of which no copy to the host was launched yet.
+        self._wanted: deque[Entry] = deque()
+        # (entry, number of steps launched before its copy to the host).
+        self._copies: deque[tuple[Entry, int]] = deque()
         self._writes: deque[tuple[Entry, Future[bool]]] = deque()
         self._reads: dict[bytes, _Read] = {}
         self._finished: deque[_Read] = deque()  # reads that are done; filled by the threads
         self._arriving: deque[Entry] = deque()  # entries whose reads have begun, in order
         self._loaded: list[Entry] = []  # copied to the device since `_arriving` was last empty
         self._all_read = threading.Event()  # set once all reads under way are done
-        self.num_read = 0  # pages
+        self.num_read = 0  # number of pages read so far
 
     def bind(
         self,
@@ -211,7 +213,7 @@ class DiskTier:
 
     def _load_early(self) -> None:
         """Copies pages that were read to free pages of the device, each behind its parent."""
-        ready: dict[Entry, None] = {}  # in order
+        ready: dict[Entry, None] = {}  # entries that can be loaded, in order
         while self._arriving and self._arriving[0].key not in self._reads:
             entry = self._arriving.popleft()
             parent = entry.parent
@@ -223,7 +225,8 @@ class DiskTier:
                 ready[entry] = None
         wanted = min(len(ready), self._engine.num_free_pages - FREE_PAGES)
         if wanted > 0:
-            pages = self._engine.pages.take(wanted)  # fewer if steps in flight may still read some
+            # Fewer than `wanted` if steps in flight may still read some.
+            pages = self._engine.pages.take(wanted)
             loaded = list(ready)[: len(pages)]
             self._engine.pages.load(pages, self._host.blocks, [entry.block for entry in loaded])
             for entry, page in zip(loaded, pages):

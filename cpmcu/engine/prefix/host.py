@@ -26,8 +26,9 @@ class HostMemory:
 
     def __init__(self, engine: C.Engine, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.limit = 0  # blocks of all tiers
-        self.is_calm = False  # no memory is taken ahead: that would slow reads into blocks
+        self.limit = 0  # maximum number of blocks of all tiers
+        # If True, no memory is taken ahead, since that would slow reads into blocks.
+        self.is_calm = False
         self._engine = engine
         self._owners: list[str] = []
         self._per_segment = 1
@@ -132,8 +133,8 @@ class HostTier:
 
     def __init__(self, memory: HostMemory, limit: int) -> None:
         self.memory = memory
-        self.limit = limit  # blocks
-        self.num_used = 0  # blocks that are handed out
+        self.limit = limit  # maximum number of blocks
+        self.num_used = 0  # number of blocks that are handed out
 
     @property
     def blocks(self) -> C.HostBlocks:

@@ -18,16 +18,17 @@ class Entry:
     """A full page of one prefix."""
 
     key: bytes
-    parent: Entry | None  # the page before it; None: the first
-    tokens: bytes  # its token ids
-    page: int = -1  # on the device
-    block: int = -1  # in host memory
-    state: int = -1  # host block of the per-slot state behind its last token
+    parent: Entry | None  # the entry of the page before; None: this page is the first
+    tokens: bytes  # its token ids as bytes
+    page: int = -1  # number of its page on the device; -1: it is not there
+    block: int = -1  # number of its block in host memory; -1: it is not there
+    state: int = -1  # host block of the per-slot state behind its last token; -1: there is none
     on_disk: bool = False
-    users: int = 0  # sequences whose prefix it belongs to
-    locks: int = 0  # reads and writes of the disk that need its block
-    digest: bytes = b""  # of all tokens up to its last: a chain of BLAKE2b, made when asked for
-    alive: bool = True  # the index has it
+    users: int = 0  # number of sequences whose prefix it belongs to
+    locks: int = 0  # number of reads and writes of the disk that need its block
+    # Digest of all tokens up to its last: a chain of BLAKE2b, made when asked for.
+    digest: bytes = b""
+    alive: bool = True  # False: the index no longer has it
     children: set[Entry] = dataclasses.field(default_factory=set)
 
 
@@ -40,12 +41,13 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
-        self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()  # the oldest first
+        # Entries that no sequence uses and that are on the device, the oldest first.
+        self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()
         self._blocks: OrderedDict[bytes, Entry] = OrderedDict()
         # Entries with a state: those within prompts are evicted before those at a prompt's end.
         self._inner_states: OrderedDict[bytes, Entry] = OrderedDict()
         self._end_states: OrderedDict[bytes, Entry] = OrderedDict()
-        self.num_pages = 0  # device pages of living entries
+        self.num_pages = 0  # number of entries that are on the device
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import xxhash
 
-Hash = Callable[[bytes], bytes]  # 16 bytes
+Hash = Callable[[bytes], bytes]  # returns 16 bytes
 
 xxh3_128: Hash = xxhash.xxh3_128_digest
 

@@ -21,9 +21,10 @@ import xxhash
 from cpmcu.checks import shown
 
 FORMAT = "cpmcu prefix page 1"
-_ALIGNMENT = 4096  # of the first tensor in the file: whole pages of the page cache are copied
+_ALIGNMENT = 4096  # bytes; the first tensor of a file begins at a multiple: whole pages are copied
 _TENSORS = ("page", "state")
-_DIGEST = "0" * 32  # as long as any digest or fingerprint, for the length of a header
+# Has the length of any digest and fingerprint, to compute the length of a header.
+_DIGEST = "0" * 32
 
 
 class BadPageFileError(ValueError):
@@ -40,7 +41,7 @@ class PageName:
     fingerprint: str
     key: bytes
     parent: bytes
-    tokens: bytes  # little-endian int32
+    tokens: bytes  # token ids as little-endian int32
 
     def metadata(self) -> dict[str, str]:
         return {

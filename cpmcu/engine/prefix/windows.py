@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.host import HostTier
     from cpmcu.engine.prefix.index import Entry
 
-EVICTED_AT_ONCE = 8  # pages
+EVICTED_AT_ONCE = 8  # pages that are evicted together
 
 
 class WindowPages:

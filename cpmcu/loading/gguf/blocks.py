@@ -42,10 +42,10 @@ U8 = npt.NDArray[np.uint8]
 Arrays = dict[str, npt.NDArray[Any]]  # suffix of a name -> tensor
 
 _MAX_THREADS = 16
-_THREAD_BYTES = 1 << 20  # of blocks, at least, for each thread
+_THREAD_BYTES = 1 << 20  # minimum number of bytes of blocks for each thread
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4 = 2, 3, 6, 7, 8, 20, 39, 40
-_BLOCK_K = 128  # k of the engine's weight blocks
+_BLOCK_K = 128  # inputs (k) of one of the engine's weight blocks
 _TAG = np.array([0xFF, 0x7F], np.uint8)  # begins a record of halves; other records begin with d
 
 

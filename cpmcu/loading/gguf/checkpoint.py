@@ -26,7 +26,7 @@ from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = {0: "float32", 1: "float16", 30: "bfloat16"}  # type -> dtype
+_PLAIN = {0: "float32", 1: "float16", 30: "bfloat16"}  # GGML type -> dtype
 _LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -54,7 +54,7 @@ _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|scale)$")
 _MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Tensors that the config takes up (cpmcu/loading/gguf/config.py).
 _IN_CONFIG = ("rope_freqs.weight",)
-_MAX_RECENT = 4  # loading interleaves the tensors of q, k and v
+_MAX_RECENT = 4  # modules kept in memory; loading interleaves the tensors of q, k and v
 
 
 class GgufCheckpoint:

@@ -16,7 +16,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-_LENGTHS = {  # metadata, after the architecture -> config.json
+_LENGTHS = {  # key of the metadata, after the architecture's name -> key of config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",

@@ -33,7 +33,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-_MAX_ITEMS = 1 << 28  # of an array; larger counts mean a damaged file
+_MAX_ITEMS = 1 << 28  # maximum number of items of an array; larger counts mean a damaged file
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -42,7 +42,7 @@ class GgufTensor:
     """A tensor's record: `shape` has the slowest dimension first, `offset` is in the file."""
 
     name: str
-    type_id: int  # GGMLQuantizationType
+    type_id: int  # number of the type in llama.cpp's GGMLQuantizationType
     shape: tuple[int, ...]
     path: Path
     offset: int

@@ -25,8 +25,8 @@ import numpy.typing as npt
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 
-SUPER = 256  # numbers of a block
-TABLE = np.array(  # of IQ4_NL and IQ4_XS
+SUPER = 256  # numbers in one block
+TABLE = np.array(  # numbers that the 4-bit codes of IQ4_NL and IQ4_XS stand for
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
 
@@ -35,11 +35,11 @@ TABLE = np.array(  # of IQ4_NL and IQ4_XS
 class KQuant:
     """Blocks of a type, taken apart; `mins` and `group_mins` are None without a minimum."""
 
-    q: I8  # [blocks, 256]
-    scales: npt.NDArray[np.float16]  # d [blocks]
-    group_scales: I8  # s [blocks, groups]
-    mins: npt.NDArray[np.float16] | None = None  # e [blocks]
-    group_mins: U8 | None = None  # m [blocks, groups]
+    q: I8  # [blocks, 256]: codes
+    scales: npt.NDArray[np.float16]  # [blocks]: d
+    group_scales: I8  # [blocks, groups]: s
+    mins: npt.NDArray[np.float16] | None = None  # [blocks]: e
+    group_mins: U8 | None = None  # [blocks, groups]: m
 
 
 def _half(raw: U8) -> npt.NDArray[Any]:

@@ -14,8 +14,9 @@ from cpmcu.loading.gguf.header import GgufHeader
 if TYPE_CHECKING:
     import tokenizers
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # metadata -> config
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Part of a metadata key -> part of a key of tokenizer_config.json.
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # Splits of a text before BPE, by tokenizer.ggml.pre. None: GPT-2's own.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

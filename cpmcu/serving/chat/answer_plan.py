@@ -26,11 +26,11 @@ from cpmcu.tokenizer import Tokenizer
 class AnswerPlan:
     """The grammar, the limit of the reasoning and the parsers of an answer."""
 
-    grammar: Grammar | None  # of the whole output, reasoning included
+    grammar: Grammar | None  # grammar of the whole output, reasoning included; None: no grammar
     thinking: ThinkingLimit | None
-    forced: bool  # the grammar is that of forced calls
-    special_tokens: list[int]  # of tags that the output text must keep
-    new_parser: Callable[[], AnswerParser]  # one parser for each choice
+    forced: bool  # the grammar forces calls
+    special_tokens: list[int]  # ids of tags that the output text must keep
+    new_parser: Callable[[], AnswerParser]  # makes one parser for each choice
 
 
 def plan_answer(

@@ -19,7 +19,8 @@ from cpmcu.serving.protocol.chat import ChatMessage, ContentPart, Tool
 logger = logging.getLogger(__name__)
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
-_OWN = {"messages", "tools", "add_generation_prompt"}  # set here; a request cannot override them
+# Variables that the server sets; a request cannot override them.
+_OWN = {"messages", "tools", "add_generation_prompt"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

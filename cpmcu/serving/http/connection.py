@@ -29,7 +29,7 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
 
         _phase: tuple[str, Any] | None = None  # ("headers" or "body", previous request)
         _timer: asyncio.TimerHandle | None = None
-        _begun = False  # a byte of the awaited headers has arrived
+        _begun = False  # True: a byte of the awaited headers has arrived
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)

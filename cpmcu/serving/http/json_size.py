@@ -22,8 +22,9 @@ class ValueCounter:
     def __init__(self) -> None:
         self.values = 1
         self.parts = 0
-        self._inside = False  # the last piece ended inside a string
-        self._escaped = False  # it ended with a backslash that escapes the next byte
+        self._inside = False  # True: the last piece ended inside a string
+        # True: the last piece ended with a backslash that escapes the next byte.
+        self._escaped = False
 
     def feed(self, piece: bytes) -> None:
         """Counts the values of the next piece."""

@@ -12,8 +12,8 @@ from cpmcu.serving import memory
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.http.json_size import ValueCounter
 
-_MAX_INNER_VALUES = 1 << 16  # values of JSON within a string of a body
-_SMALL = 1 << 16  # bytes; the values of a smaller body are not counted
+_MAX_INNER_VALUES = 1 << 16  # maximum number of JSON values within a string of a body
+_SMALL = 1 << 16  # bytes of a body; in smaller bodies, values are not counted
 
 
 class BodyLimit:

@@ -44,8 +44,9 @@ class BlockWriter:
     ) -> None:
         self._thinking_shown = thinking_shown
         self._eager = eager
-        self._sends_deltas = False  # the open call's tool is in `eager`
-        self._index = -1  # of the last block
+        # The arguments of the open call are sent as deltas: its tool is in `eager`.
+        self._sends_deltas = False
+        self._index = -1  # number of the last block; -1: there is none
         self._open: str | None = None  # type of the open block
         self._blank = ""  # white space that may turn out to be the gap before a call
 

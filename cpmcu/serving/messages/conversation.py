@@ -144,11 +144,12 @@ class _Turn:
     """A message of the chat. Adjacent blocks of one role form one turn."""
 
     role: str
-    place: str  # of its first block in the request
+    place: str  # place of its first block in the request
     texts: list[str] = dataclasses.field(default_factory=list)
     thoughts: list[str] = dataclasses.field(default_factory=list)
     calls: list[ToolCallPart] = dataclasses.field(default_factory=list)
-    more: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a tool's result
+    # Further members of a tool's result.
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def message(self) -> ChatMessage:
         """Returns the turn as a chat message."""

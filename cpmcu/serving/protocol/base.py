@@ -24,7 +24,7 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
 MAX_SALT_LENGTH = 1024
 MAX_BAD_WORDS = 1024
-MAX_NAMED = 8  # wrong values that an error names
+MAX_NAMED = 8  # maximum number of wrong values that an error names
 
 # Unsupported fields that change the output -> their neutral values, which are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -168,7 +168,8 @@ class ResponseFormat(RequestModel):
         None, alias="schema", description="The schema, in llama.cpp's place"
     )
 
-    format: dict[str, Any] | None = None  # of a structural tag; its older form has the next two
+    # A structural tag's format; its older form has the next two fields.
+    format: dict[str, Any] | None = None
     structures: Items[dict[str, Any]] | None = None
     triggers: Items[str] | None = None
 

@@ -19,7 +19,8 @@ from cpmcu.serving.protocol.base import (
 from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
 
 Bias = float | Literal[False]
-BiasPair = Annotated[tuple[int | str, Bias], Field(strict=False)]  # JSON has lists only
+# A list of two in JSON, which has no tuples.
+BiasPair = Annotated[tuple[int | str, Bias], Field(strict=False)]
 NEVER = -1e9  # a bias that no logit outweighs
 Biases = Annotated[dict[str, Bias] | Items[BiasPair], BeforeValidator(few_biases)]
 

@@ -17,12 +17,13 @@ class ReasoningParser:
 
     begin: ClassVar[str]
     end: ClassVar[str]
-    sign: ClassVar[str] = ""  # "auto" looks for it in the chat template; "": the end tag
+    # If the chat template contains it, "auto" chooses this parser. Empty: the end tag is the sign.
+    sign: ClassVar[str] = ""
     tags: ClassVar[tuple[str, ...]] = ()  # further tags that may be special tokens
 
     def __init__(self, *, inside: bool = False) -> None:
         self._state = "reasoning" if inside else "start"
-        self._trim = inside  # remove white space at the start of the next part
+        self._trim = inside  # True: remove white space at the start of the next part
         self._held = ""
 
     @property

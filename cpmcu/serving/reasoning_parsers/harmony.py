@@ -18,7 +18,7 @@ _MESSAGE, _CALL = "<|message|>", "<|call|>"
 _ENDS = ("<|end|>", "<|return|>", _CALL, "<|start|>", "<|channel|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_HEADERS = ("<|start|>", "<|channel|>", "to=")  # beginnings of a header
+_HEADERS = ("<|start|>", "<|channel|>", "to=")  # texts with which a header begins
 
 
 @register_reasoning_parser("harmony")
@@ -32,7 +32,7 @@ class HarmonyParser(ReasoningParser):
 
     def __init__(self, *, inside: bool = False) -> None:
         super().__init__(inside=inside)
-        self._part = "analysis" if inside else "header"  # or content, call
+        self._part = "analysis" if inside else "header"  # "analysis", "header", "content" or "call"
 
     @property
     def inside(self) -> bool:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import cpmcu.serving.reasoning_parsers
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 
-_parsers: dict[str, tuple[type[ReasoningParser], str]] = {}  # name -> class, file
+# Name -> (class, file that registered it).
+_parsers: dict[str, tuple[type[ReasoningParser], str]] = {}
 
 
 def register_reasoning_parser(

@@ -30,7 +30,7 @@ from cpmcu.serving.protocol.responses import InputItem, ItemPart, ResponsesReque
 
 logger = logging.getLogger(__name__)
 
-Placed = tuple[str, InputItem]  # the place in the request, such as input[0], and the item
+Placed = tuple[str, InputItem]  # (place in the request, such as input[0]; item)
 
 _SEAL = "cpmcu:"
 _SYSTEM = ("system", "developer")
@@ -77,7 +77,7 @@ class _Conversation:
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._places: list[str] = []
-        self._turn: ChatMessage | None = None  # the assistant's open turn
+        self._turn: ChatMessage | None = None  # the turn of the assistant that is still open
         self._calls: set[str] = set()
 
     def add(self, place: str, item: InputItem) -> None:

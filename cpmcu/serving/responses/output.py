@@ -36,9 +36,10 @@ class ResponseOutput:
         self._as_ids = as_ids
         self._items: list[dict[str, Any]] = []
         self._open: _TextItem | _Call | None = None
-        self._num_calls = 0  # calls that are complete
+        self._num_calls = 0  # number of complete calls
         self._blank = ""  # white space that becomes text if more text follows
-        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens without an item yet
+        # Log-probabilities of tokens that belong to no item yet.
+        self._scores: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
         """The items so far."""

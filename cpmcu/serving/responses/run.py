@@ -53,10 +53,10 @@ class ResponseRun:
         self._status = "queued" if body.background else "in_progress"
         self._error: dict[str, Any] | None = None
         self._completed_at: int | None = None
-        self._final: dict[str, Any] | None = None  # the response object, once it has ended
+        self._final: dict[str, Any] | None = None  # the response object when the response has ended
         self._cancelled = False
         self._ended = False
-        self._number = 0  # of the next event
+        self._number = 0  # number of the next event
         wanted = body.return_metrics
         self._wants_metrics = service.config.return_metrics if wanted is None else wanted
         self._tokenizer = service.model.llm.tokenizer

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.responses import InputItem
 
-_CHARACTERS = 1 << 20  # of text for each response, on average
+_CHARACTERS = 1 << 20  # maximum number of characters of text for each response, on average
 
 
 class Run(Protocol):
@@ -61,8 +61,8 @@ class ResponseStore:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._found: dict[str, Stored] = {}  # in the order of their end; running ones have no order
-        self._outputs: dict[str, InputItem] = {}  # by id
+        self._found: dict[str, Stored] = {}  # responses by id: ended ones in the order of their end
+        self._outputs: dict[str, InputItem] = {}  # output items by id
         self._length = 0
 
     def begin(self, id: str, stored: Stored) -> None:

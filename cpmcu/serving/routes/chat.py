@@ -30,7 +30,7 @@ from cpmcu.text.token_text import TokensUpTo
 
 router = APIRouter(tags=["generation"])
 
-_BARE = 3  # members of a streamed choice without content
+_BARE = 3  # number of members of a streamed choice without content
 
 
 @router.post(
@@ -120,7 +120,7 @@ class ChatReply:
         reply, generation = self._reply, self._job.generation
         parsers = [self._job.new_parser() for _ in generation.requests]
         begun = [False] * len(parsers)
-        tokens = 0  # of all choices, including this chunk
+        tokens = 0  # tokens of all choices so far, this chunk included
         async for index, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)

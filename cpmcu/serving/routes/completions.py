@@ -185,7 +185,7 @@ class _Completion:
         """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         begun = [False] * len(generation.requests)
-        tokens = 0  # of all choices, including this chunk
+        tokens = 0  # tokens of all choices so far, this chunk included
         async for number, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)

@@ -21,7 +21,7 @@ from cpmcu.serving.tool_parsers.calls import CallDelta, Found, ToolCall, Tools, 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where it needs more text
 
-MAX_NAME = 256  # characters of a name of a function or parameter
+MAX_NAME = 256  # maximum number of characters of a name of a function or parameter
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _IN_STRING = re.compile(r"(?:[^\"\\]+|\\.)*", re.DOTALL)
 
@@ -32,7 +32,7 @@ class End:
 
     tag: str
     followers: tuple[str, ...]
-    consumed: bool = True  # false: the tag is left for the next method
+    consumed: bool = True  # False: the next method reads the tag
 
 
 class ToolParser(abc.ABC):
@@ -41,21 +41,22 @@ class ToolParser(abc.ABC):
     Text that is not a call is content, unchanged, but white space after a call is removed.
     """
 
-    first_tag: ClassVar[str] = ""  # with which a call begins; "": calls have no such tag
+    first_tag: ClassVar[str] = ""  # the tag with which a call begins; empty: calls have no such tag
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
-        self.num_calls = 0  # calls that have begun
-        self._text = ""  # text that is not used up
-        self._at = 0  # where the next method reads
-        self._mark: int | None = None  # the text from here on is kept
+        self.num_calls = 0  # number of calls that have begun
+        self._text = ""  # text that is still needed
+        self._at = 0  # place in `_text` where the next method reads
+        self._mark: int | None = None  # place in `_text` from which the text is kept; None: nowhere
         self._final = False
         self._running = self._run()
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
         self._calls: list[ToolCall] = []
-        self._open: tuple[str, str, list[str]] | None = None  # name, id, arguments
-        self._after_call = False  # only white space followed the last call
+        # (name, id, pieces of the arguments) of the open call.
+        self._open: tuple[str, str, list[str]] | None = None
+        self._after_call = False  # True: only white space followed the last call
 
     @abc.abstractmethod
     def parse(self) -> Steps[None]:

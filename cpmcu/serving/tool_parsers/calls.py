@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
+Tools = Mapping[str, Mapping[str, Any]]  # name of a tool -> JSON schema of its parameters
 
 
 def new_id() -> str:

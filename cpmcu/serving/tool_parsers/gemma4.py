@@ -12,7 +12,7 @@ from cpmcu.serving.tool_parsers.registry import register_tool_parser
 from cpmcu.serving.tool_parsers.xml_values import to_json, types_of
 
 _BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_MAX_DEPTH = 64  # of values within values
+_MAX_DEPTH = 64  # maximum depth of values within values
 
 
 @register_tool_parser("gemma4", signs=(_BEGIN, "call:"), tags=(_BEGIN, _END, _QUOTE))

@@ -14,8 +14,8 @@ _KEYS = ("arguments", "parameters")
 class JsonCallParser(ToolParser):
     """Base of the parsers whose notation has such objects."""
 
-    bare = False  # an object without arguments is a call
-    known_only = False  # an object that names no tool of the request is not a call
+    bare = False  # True: an object without arguments is a call
+    known_only = False  # True: an object that names no tool of the request is not a call
 
     def json_call(self, stop: str | None) -> Steps[str | None]:
         """Reads an object. Returns None if it is a call, else its text.

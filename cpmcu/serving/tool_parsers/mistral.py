@@ -16,7 +16,7 @@ from cpmcu.serving.tool_parsers.registry import register_tool_parser
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _WORD = re.compile(r"[\w.:/-]+")
-_ID_LENGTH = 9  # of letters and digits: the templates refuse other ids
+_ID_LENGTH = 9  # letters and digits of an id; the templates refuse other ids
 
 
 @register_tool_parser("mistral", signs=(_BEGIN,), tags=(_BEGIN, _ID, _ARGUMENTS))

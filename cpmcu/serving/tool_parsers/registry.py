@@ -24,10 +24,10 @@ class ToolFormat:
     """A registered parser."""
 
     name: str
-    make: MakeParser  # the parser of one answer, from the tools of the request
-    signs: tuple[str, ...]  # texts that a chat template of this notation has, all of them
+    make: MakeParser  # makes the parser of one answer, from the tools of the request
+    signs: tuple[str, ...]  # texts that each chat template of this notation contains, all of them
     tags: tuple[str, ...]  # tags that may be special tokens; the output text keeps them
-    source: str  # file that registered it
+    source: str  # the file that registered it
 
 
 _formats: dict[str, ToolFormat] = {}

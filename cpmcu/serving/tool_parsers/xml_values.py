@@ -10,8 +10,8 @@ from cpmcu.engine.json_schema import resolved
 from cpmcu.serving.http import strict_json
 from cpmcu.serving.tool_parsers.calls import Tools
 
-_MAX_DEPTH = 8  # of alternatives within alternatives
-_PYTHON_WORDS = ("True", "False", "None")  # as templates that print Python values write them
+_MAX_DEPTH = 8  # maximum depth of alternatives within alternatives
+_PYTHON_WORDS = ("True", "False", "None")  # words of templates that print Python values
 
 
 def types_of(tools: Tools, function: str, parameter: str) -> set[str]:
