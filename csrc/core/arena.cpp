@@ -81,7 +81,7 @@ int64_t MemoryPlan::assign() {
   std::stable_sort(scratch.begin(), scratch.end(),
                    [&](const Buffer* a, const Buffer* b) { return order(a) < order(b); });
   total_bytes_ = persistent_end;
-  std::vector<Buffer*> placed;  // by offset
+  std::vector<Buffer*> placed;  // in the order of their offsets
   for (Buffer* buffer : scratch) {
     int64_t offset = persistent_end;
     for (const Buffer* other : placed) {

@@ -24,7 +24,8 @@ namespace cpmcu {
 namespace {
 
 constexpr int64_t kChunkBytes = 8 << 20;
-constexpr int64_t kPartBytes = 1 << 18;  // of a chunk: still in the cache when it is checked
+// Bytes that are read and then checked, while they are in the cache.
+constexpr int64_t kPartBytes = 1 << 18;
 constexpr int kNumReaders = 8;
 
 std::string text_of(const std::vector<int64_t>& shape) {
@@ -327,7 +328,7 @@ class WeightLoader::Reader {
     }
     if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kChunkBytes));
     const char* source = raw_;
-    if (from == to) {  // checked on the device
+    if (from == to) {  // the device checks these numbers
       chunk.read(file, chunk.first, chunk.count, raw_);
     } else {
       read(file, chunk, raw_);
@@ -336,7 +337,8 @@ class WeightLoader::Reader {
       source = converted_.data();
     }
     copy_to_device(device_, destination, source, chunk.count * size_of(to), stream_);
-    synchronize(device_, stream_);  // before raw_ is reused; the other readers overlap
+    // raw_ is free only after the copies; other readers go on meanwhile.
+    synchronize(device_, stream_);
   }
 
  private:

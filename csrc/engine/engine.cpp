@@ -57,7 +57,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
   for (size_t i = 0; i < step.sampled.size(); ++i) {
     const auto [index, generation] = step.sampled[i];
     Slot& slot = slots_[static_cast<size_t>(index)];
-    if (slot.generation != generation) continue;  // released meanwhile
+    if (slot.generation != generation) continue;  // the sequence was released meanwhile
     const SlotResult& result = ring_.entry(step.number)[i];
     if (step.decodes) {
       slot.length += result.num_tokens;

@@ -109,7 +109,7 @@ void Engine::synchronize_device() {
 
 Engine::~Engine() {
   try {
-    synchronize_device();   // nothing may run on memory that goes away
+    synchronize_device();   // no step may read memory that is released below
   } catch (const Error&) {  // a broken device: free what can be freed
   }
   graphs_.reset();
@@ -179,7 +179,8 @@ std::vector<PageDemand> Engine::page_demands() const {
       const int recent =
           launch_ahead() * tokens_per_step() + lookahead + std::max(num_rewritten(), 1) + kPageSize;
       const int64_t window = std::min<int64_t>(sequence, group.most_pages(recent));
-      const int64_t chunk = pages_for(limits_.max_tokens);  // of all sequences of a prefill step
+      // Pages of the tokens that one prefill step can add.
+      const int64_t chunk = pages_for(limits_.max_tokens);
       demand.sequence = demand.least = std::min(sequence, window + chunk);
       demand.running = std::min(all, window * seqs + chunk + idle);
     }
@@ -275,7 +276,7 @@ void Engine::bind() {
   last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {seqs, spec_.hidden_size});
   if (idle_slot_ >= 0) {
     sampler_.reset(ctx_, step_.slots(), idle_slot_, {}, {}, 0);
-    const int length = 1;  // a shifted draft has one token less
+    const int length = 1;  // not 0, since a shifted draft has one token less
     copy_to_device(ctx_.device, step_.slots().lengths + idle_slot_, &length, sizeof(int),
                    ctx_.stream);
     step_.reset(ctx_, idle_slot_, {.finished = 1});

@@ -32,7 +32,7 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& launch
 struct Turn {
   std::mutex mutex;
   const GraphRunner* owner = nullptr;
-  cudaEvent_t done = nullptr;  // after the owner's last run
+  cudaEvent_t done = nullptr;  // recorded after the last run of `owner`
 };
 Turn& turn_of(int device) {
   static std::mutex mutex;

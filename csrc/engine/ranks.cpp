@@ -9,7 +9,8 @@ namespace {
 // Kernels of a rank wait for those of the others. If the steps of two engines overlap, each may
 // fill a GPU that the other waits for. So the GPUs run steps of one engine at a time.
 std::mutex turn;
-const Ranks* has_turn = nullptr;  // guarded by `turn`: the engine whose steps may be in flight
+// The engine whose steps may be in flight. Guarded by `turn`.
+const Ranks* has_turn = nullptr;
 
 Device device_of(const RuntimeConfig& config, int rank) {
   return device_named(config.device, config.device_index + rank);

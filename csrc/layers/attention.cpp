@@ -348,7 +348,7 @@ class AttentionBlock : public Block {
                          bool splits) const {
     const bool is_prefill = step.phase == Phase::kPrefill;
     StepTokens tokens = step.tokens;
-    tokens.page_table = page_table_;  // of the layers with this window
+    tokens.page_table = page_table_;  // the page table of the layers with this window
     const AttentionParams params{
         .out = out,
         .qkv = qkv,
@@ -407,16 +407,16 @@ class AttentionBlock : public Block {
   const AttentionShape shape_;
   std::string prefix_, scope_;
   Timeline phase_;
-  bool adds_;  // see BlockConfig
+  bool adds_;  // BlockConfig::adds
   std::optional<SparseKeys> sparse_;
   std::string gate_name_;
-  std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ null: no gate_proj or g_proj
+  std::unique_ptr<LinearMethod> qkv_, out_, gate_;  // gate_ is null without gate_proj and head_gate
   RotaryTable rotary_;
   ModelState::PagedId keys_id_, values_id_, key_scales_id_, value_scales_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0, gate_id_ = 0, o_bias_id_ = 0, sinks_id_ = 0;
   int64_t max_tokens_ = 0, partial_floats_ = 0;
-  bool scales_queries_ = false;  // the context is longer than query_scale_length
+  bool scales_queries_ = false;  // the context may be longer than query_scale_length
   Tensor keys_, values_;         // [pages, Hkv, 64, D]
   const int* page_table_ = nullptr;
   Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache

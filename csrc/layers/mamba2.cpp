@@ -226,7 +226,7 @@ class Mamba2Block : public Block {
   bool is_whole_;
   std::string norm_name_, module_;
   Timeline phase_;
-  bool adds_;  // see BlockConfig
+  bool adds_;  // BlockConfig::adds
   std::unique_ptr<LinearMethod> in_, out_;
   MemoryPlan::Id conv_id_ = 0, gates_id_ = 0, norm_id_ = 0, in_buffer_id_ = 0, conv_buffer_id_ = 0,
                  out_buffer_id_ = 0;

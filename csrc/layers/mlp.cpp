@@ -89,9 +89,9 @@ class MlpBlock : public Block {
   int width_;  // intermediate_size
   std::string prefix_;
   Timeline phase_;
-  bool adds_;  // see BlockConfig
+  bool adds_;  // BlockConfig::adds
   Gating activation_;
-  std::string up_name_;  // of gate_up_
+  std::string up_name_;  // name of the linear layer gate_up_
   std::unique_ptr<LinearMethod> gate_up_, down_;
   MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;
   int64_t max_tokens_ = 0;

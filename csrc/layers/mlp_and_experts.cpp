@@ -98,12 +98,12 @@ class MlpAndExpertsBlock : public Block {
   const ModelSpec& spec_;
   std::string prefix_;
   Timeline phase_;
-  RmsNorm norm_1_, norm_2_;      // of the outputs of the MLP and of the experts
-  std::optional<RmsNorm> norm_;  // before the MLP
+  RmsNorm norm_1_, norm_2_;      // norms of the output of the MLP, and of that of the experts
+  std::optional<RmsNorm> norm_;  // norm before the MLP
   std::unique_ptr<Block> mlp_, moe_;
   MemoryPlan::Id normed_id_ = 0, experts_id_ = 0;
   int64_t max_tokens_ = 0;
-  Tensor normed_, experts_;  // [T, H]
+  Tensor normed_, experts_;  // [T, H] each
 };
 
 REGISTER_BLOCK("mlp_and_experts", MlpAndExpertsBlock);

@@ -27,10 +27,10 @@ constexpr int64_t kGroupTokens = 2048;
 
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
-  int latent;        // the experts' width; 0: hidden_size
-  bool shared_gate;  // the shared expert has a gate g
+  int latent;        // width of the experts' input and output; 0: hidden_size
+  bool shared_gate;  // the shared expert's output is multiplied by sigmoid(g)
   bool renormalise;
-  bool expert_bias;  // of gate, up and down
+  bool expert_bias;  // gate, up and down have biases
   // The rows of gate and up alternate in one matrix, gate_up_proj; so do the entries of its bias.
   bool alternating_gate_up;
   Gating activation;
@@ -435,11 +435,11 @@ class MoeBlock : public Block {
   Router router_rule_;
   std::string norm_name_;
   Timeline phase_;
-  bool adds_;  // see BlockConfig
+  bool adds_;  // BlockConfig::adds
   std::unique_ptr<ExpertLinear> gate_up_, down_;
   std::string shared_up_name_;
-  std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
-  std::unique_ptr<LinearMethod> to_latent_, from_latent_;       // null: no latent_size
+  std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: there is no shared expert
+  std::unique_ptr<LinearMethod> to_latent_, from_latent_;       // null: latent_size is 0
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
                  shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0,
@@ -447,11 +447,11 @@ class MoeBlock : public Block {
                  latent_sum_id_ = 0;
   int64_t max_tokens_ = 0;
   int64_t router_bytes_ = 0;
-  Tensor memory_;                    // of the router
+  Tensor memory_;                    // `memory` of MoeRouterParams
   Tensor router_;                    // [E, H]; with a shared expert, its gate is one more row
   Tensor gate_up_bias_, down_bias_;  // [E, 2 I], [E, H or latent]
-  Tensor both_;                      // [P, 2 I] gate and up, unless is_plain
-  Tensor latent_x_, latent_sum_;     // [T, latent]
+  Tensor both_;                      // [P, 2 I]: results of gate and up, unless is_plain
+  Tensor latent_x_, latent_sum_;     // [T, latent] each
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
 };
 

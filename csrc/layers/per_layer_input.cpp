@@ -198,7 +198,7 @@ class PerLayerInputBlock : public Block {
   PerLayerInputs inputs_;
   std::unique_ptr<LinearMethod> gate_, projection_;
   MemoryPlan::Id gated_id_ = 0, act_id_ = 0;
-  Tensor gated_, act_;  // [T, P]
+  Tensor gated_, act_;  // [T, P] each
 };
 
 REGISTER_BLOCK("per_layer_embedding", PerLayerEmbeddingBlock);

@@ -114,7 +114,7 @@ class ShortConvBlock : public Block {
   int64_t channels_;
   std::string prefix_;
   Timeline phase_;
-  bool adds_;  // see BlockConfig
+  bool adds_;  // BlockConfig::adds
   std::unique_ptr<LinearMethod> in_, out_;
   MemoryPlan::Id weight_id_ = 0, in_buffer_id_ = 0, out_buffer_id_ = 0;
   ModelState::SlotId window_id_, folded_id_, pending_id_;

@@ -31,9 +31,9 @@ struct Format {
   std::string_view name;
   Codes codes;
   int group;
-  const char* of_codes;  // suffixes of names
+  const char* of_codes;  // suffix of the names of codes
   const char* of_scales;
-  const char* of_factor;  // null: none
+  const char* of_factor;  // suffix of the names of factors; null: there are none
 };
 
 constexpr Format kFormats[] = {

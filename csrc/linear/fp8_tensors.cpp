@@ -34,7 +34,7 @@ class Fp8Tensors : public PackedTensors {
           "\"channel\", \"tensor\"",
           config.stacked_name(), format_name);
     const int64_t k = config.in_features;
-    bool by_eight = !channels;  // whether every eight rows share a scale
+    bool by_eight = !channels;  // eight rows share a scale
     int64_t row = 0;
     for (const LinearPart& part : config.parts) {
       const int64_t n = part.out_features;

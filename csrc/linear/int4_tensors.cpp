@@ -67,7 +67,7 @@ class Int4Tensors : public PackedTensors {
   }
 
   Int4Format format_;
-  bool by_row_;  // the tensors are [N, ...]
+  bool by_row_;  // the tensors begin with dimension N
   int64_t k_per_scale_ = kPackedK;
   PackedWeight weight_;
   std::vector<Part> parts_;

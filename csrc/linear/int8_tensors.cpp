@@ -17,7 +17,7 @@
 namespace cpmcu {
 namespace {
 
-constexpr int kGroup = 32;  // k of a scale in weight blocks
+constexpr int kGroup = 32;  // inputs (k) that share a scale in weight blocks
 
 int64_t align_up(int64_t bytes) {
   return (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;

@@ -22,7 +22,8 @@ constexpr std::array<std::string_view, 8> kKinds{"attention", "sparse_attention"
 // Blocks that each rank has as a whole. They write no parts, so nothing is summed.
 constexpr std::array<std::string_view, 2> kWholeKinds{"per_layer_embedding", "per_layer_input"};
 
-constexpr int kFloatGroup = 32;  // k that share a scale in the layout "float_groups", at most
+// Maximum number of inputs (k) that share a scale in the layout "float_groups".
+constexpr int kFloatGroup = 32;
 
 class Divider {
  public:

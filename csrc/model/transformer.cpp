@@ -141,7 +141,7 @@ void Transformer::append(OpList& ops) const {
 }
 
 RunOp Transformer::copy_aux_hidden(int layer, const Value& hidden) const {
-  std::vector<size_t> places;  // among the auxiliary hidden states
+  std::vector<size_t> places;  // places of this layer's input among the auxiliary hidden states
   for (size_t i = 0; i < aux_hidden_layers_.size(); ++i) {
     if (aux_hidden_layers_[i] == layer) places.push_back(i);
   }

@@ -294,15 +294,16 @@ class Cutter {
   const FusedForms forms_;
   int next_ = 0;  // place of the next op
   std::vector<Launch> launches_;
-  std::vector<std::pair<int, PackedWeight>> packed_;  // launch and weight, in order
+  // (number of a launch, a packed weight that it reads), in order.
+  std::vector<std::pair<int, PackedWeight>> packed_;
 
   // The ops that are collected and not launched yet: a combine or a sum over ranks, or stages. -1:
   // none.
   int combine_ = -1, combine_sum_ = -1, combine_norm_ = -1;
   std::vector<FusedStage> stages_;
-  FusedForm weight_;         // of the first stage
-  int norm_ = -1;            // the norm after the last stage
-  int rotary_ = -1;          // rotary_kv after the last stage
+  FusedForm weight_;         // weight of the first stage
+  int norm_ = -1;            // number of the norm after the last stage; -1: none
+  int rotary_ = -1;          // number of the rotary_kv after the last stage; -1: none
   int attention_ = -1;       // the launch of attention whose splits the first stage combines
   std::vector<int> copies_;  // copies to launch after this launch
 };

@@ -8,7 +8,8 @@
 namespace cpmcu {
 namespace {
 
-constexpr int kMostChains = 5;  // each shape needs a CUDA graph and trial steps
+// Maximum number of chains: each shape needs a CUDA graph and trial steps.
+constexpr int kMostChains = 5;
 
 // Depths of chains: all, or if there are many, those that grow by about a constant factor.
 std::set<int> depths_up_to(int depth) {

@@ -204,7 +204,7 @@ void ModelState::commit(const Context& ctx, KeepAcceptedParams params) const {
     params.width = planes.plane.width;
     params.page_table = planes.table;
     keep_accepted(ctx, params);
-    params.hidden = {};  // copied once
+    params.hidden = {};  // hidden states are copied only once
   }
   if (params.hidden.empty()) return;
   params.pool = {};

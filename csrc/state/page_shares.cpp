@@ -12,7 +12,7 @@ int64_t least_bytes(const std::vector<PageDemand>& groups) {
 
 std::vector<int64_t> divide_pages(const std::vector<PageDemand>& groups, int64_t bytes) {
   std::vector<int64_t> shares;
-  int64_t window_bytes = 0;  // of a page of each group with a window
+  int64_t window_bytes = 0;  // sum of the bytes of one page in each group with a window
   for (size_t i = 0; i < groups.size(); ++i) {
     shares.push_back(groups[i].least);
     if (i > 0) window_bytes += groups[i].page_bytes;

@@ -87,11 +87,11 @@ struct CombineConfig {
   using Element = T;
   static constexpr bool kSinks = kSinks_;
   static constexpr int kDim = kDim_;
-  static constexpr int kParts = kParts_;  // CTAs of a token and query head
+  static constexpr int kParts = kParts_;  // CTAs that share a token and query head
   static constexpr int kColumns = kDim / 4 / kParts;
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kThreads / kColumns;
-  static constexpr int kSums = 32;  // SplitParts whose sums fit shared memory
+  static constexpr int kSums = 32;  // maximum number of SplitParts whose sums fit shared memory
 };
 
 template <typename Config, typename Splits>

@@ -30,7 +30,7 @@ struct WideDecodeConfig {
 template <typename Config>
 struct WideDecodeSmem {
   using Tile = SliceTile<typename Config::Element, Config::kFp8>;
-  Tile keys[kSlices], values[kSlices];  // only its own warp fills a slice
+  Tile keys[kSlices], values[kSlices];  // each warp fills only its own slice
   PackedRows<Config::kRows> packed;
   uint8_t paths[Config::kRows][kMaxTreeSize];  // by_position: ancestors of the row's token in order
 };
@@ -38,7 +38,7 @@ struct WideDecodeSmem {
 // A KV tile from `entry` on, for all rows, or for the tree token of packed row `row` only.
 struct WideItem {
   int entry;
-  int row;  // -1: for all rows
+  int row;  // the only packed row that reads it; -1: all rows read it
 };
 
 // The CTA's KV tiles in order.
@@ -46,7 +46,7 @@ template <typename Config, bool kByPosition>
 struct WideItems {
   const PackedRows<Config::kRows>& packed;
   const Chunk& chunk;
-  int entry_end;  // of the CTA's range
+  int entry_end;  // end of the entries of the CTA's range
 
   // The first tile at or after `entry`. Its entry is entry_end or more if there is none.
   __device__ __forceinline__ WideItem at(int entry) const {
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   uint32_t queries[kSliceDim / 16][4];
   load_queries<Config>(queries, smem.packed, args.qkv, warp);
 
-  RowTile<kSliceDim> state;  // of the split
+  RowTile<kSliceDim> state;  // state of the softmax over the split
   state.clear();
   int split = range.split, split_end = split_begin(split + 1);
 #pragma unroll 1

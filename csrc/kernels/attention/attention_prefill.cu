@@ -37,7 +37,7 @@ struct PrefillConfig {
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;       // m16 tiles of a warp
   static constexpr int kTileEntries = kDim <= 128 ? 64 : 32;  // entries of a KV tile
-  static constexpr int kMinCtas = 2;                          // resident on one SM
+  static constexpr int kMinCtas = 2;                          // CTAs that fit on one SM
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowTiles * 16;
@@ -50,7 +50,8 @@ template <typename Config>
 struct PrefillSmem {
   using Tile =
       CacheTile<typename Config::Element, Config::kFp8, Config::kTileEntries, Config::kDim>;
-  SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;  // then the output
+  // The output replaces them at the end.
+  SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;
   Tile keys[Config::kStages];
   Tile values[Config::kStages];
   Sequence sequence;  // in shared memory: saves registers of the main loop
@@ -81,7 +82,8 @@ struct PrefillCta {
   const int lane = threadIdx.x % 32;
   const int warp_row = cta_row + warp * Config::kWarpRows;
   // Entries that every row of this warp sees, and entries that at least one of its rows may see.
-  const int seen_by_first = seq.length + warp_row + 1;  // without masks
+  // End of the entries that the warp's first row sees without masks.
+  const int seen_by_first = seq.length + warp_row + 1;
   const int full_entries = masks == nullptr ? seen_by_first : seq.length;
   const int warp_entries =
       min(entry_end, masks == nullptr ? seen_by_first + Config::kWarpRows - 1 : entry_end);
@@ -139,7 +141,8 @@ struct PrefillCta {
         entry < window_of(warp_row + Config::kWarpRows - 1)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const int row = warp_row + m * 16 + lane / 4;  // within the sequence; the other half: + 8
+        // Row within the sequence; the lane's other row is 8 further.
+        const int row = warp_row + m * 16 + lane / 4;
         uint64_t sees[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) sees[half] = entries_of_token(row + half * 8, entry);
@@ -263,7 +266,7 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
       !params.by_position,
       "attention_prefill: by_position is set, expected false (only attention_decode supports it)");
   if (!params.selection.empty()) {
-    AttentionParams dense = params;  // only tokens below dense_len
+    AttentionParams dense = params;  // attention of the tokens below dense_len
     dense.selection.words = {};
     if (dense.selection.dense_len > 0) cuda::attention_prefill(ctx, dense);
     return sparse_prefill(ctx, params);

@@ -33,7 +33,7 @@ struct DensePrefill : HopperPrefill<T, /*kTileEntries=*/128, /*kStages=*/2> {
   static_assert(Base::kTileEntries == kCopyEntries && Base::kRows <= kCopyEntries);
   struct Smem {
     typename Base::Tile tiles[Base::kStages][2];  // keys, values
-    typename Base::Rows queries;                  // then the output
+    typename Base::Rows queries;                  // the output replaces them at the end
     typename Base::Barriers barriers;
   };
 };

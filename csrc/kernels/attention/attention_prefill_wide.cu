@@ -22,8 +22,8 @@ constexpr int kThreads = kSlices * 32;
 
 template <typename T, bool kFp8>
 struct WidePrefillSmem {
-  struct Slice {                                // only its own warp fills it
-    SwizzledTile<T, kRows, kSliceDim> queries;  // then the output
+  struct Slice {                                // each warp fills only its own slice
+    SwizzledTile<T, kRows, kSliceDim> queries;  // the output replaces them at the end
     SliceTile<T, kFp8> keys, values;
   };
   Slice slices[kSlices];

@@ -23,19 +23,20 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kMaxLayers = 64;  // of one launch; more layers take several
+// Maximum number of layers of a launch; more layers take several launches.
+constexpr int kMaxLayers = 64;
 
 template <typename T>
 struct CompressArgs {
   struct Layer {
-    const void* k_cache;    // [pages, Hkv, 64, D] of T, or of codes
+    const void* k_cache;    // [pages, Hkv, 64, D] of T; if kFp8, of e4m3 codes
     const float* k_scales;  // [pages, Hkv, 64]; only kFp8 reads it
     T* fine;                // [pages, Hkv, 4, D]
     T* coarse;              // [pages, Hkv, 1, D]
   };
   Layer layers[kMaxLayers];
   const int* accepted_counts;
-  int num_fine;  // CTAs for fine keys; the other CTAs are for coarse ones
+  int num_fine;  // number of CTAs for fine keys; the other CTAs are for coarse ones
   StepTokens tokens;
 };
 
@@ -66,7 +67,7 @@ __global__ void compress_keys_kernel(const __grid_constant__ CompressArgs<T> arg
   const bool is_fine = static_cast<int>(blockIdx.x) < args.num_fine;
   const int stride = is_fine ? kFineStride : kPageSize;
   const int length = is_fine ? kFineTokens : kCoarseTokens;
-  const int rows = is_fine ? kFineRows : 1;  // of a page
+  const int rows = is_fine ? kFineRows : 1;  // compressed keys of a page
   const int row = range.begin / stride + blockIdx.x - (is_fine ? 0 : args.num_fine);
   if (row >= range.end / stride) return;
 

@@ -12,7 +12,7 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroups = kCopyDim / 16;  // of a row
+constexpr int kGroups = kCopyDim / 16;  // groups of 16 numbers in a row
 static_assert(kPageSize * kGroups % kThreads == 0);
 
 // Writes the 16 numbers of a group of codes.

@@ -24,13 +24,14 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kManyTokens = 128;  // of a launch: normalisers get a launch of their own
+// Tokens of a launch from which on normalisers get a launch of their own.
+constexpr int kManyTokens = 128;
 constexpr int kChooseWarps = 16, kChooseThreads = kChooseWarps * 32;
 
 struct ChooseArgs {
   uint32_t* selection;  // [T, Hkv, num_halves]: halves of 64-bit words, the lower one first
   int num_halves;
-  int first;  // token of this launch
+  int first;  // number of the launch's first token
   SparseRule rule;
   BlockScores scores;
   const int* positions;
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kChooseThreads)
   }
   for (int half = kKeys * kChooseWarps + static_cast<int>(threadIdx.x); half < args.num_halves;
        half += kChooseThreads) {
-    to[half] = 0;  // beyond max_kv
+    to[half] = 0;  // blocks beyond max_kv are not chosen
   }
 }
 
@@ -163,8 +164,8 @@ void launch_scores(const Context& ctx, const SelectBlocksParams& p, ScoreArgs<T>
   // The CTAs fill whole waves, as few as the tokens need. Each group of tokens loads the keys
   // again.
   const int tokens = std::min(p.tokens.max_seq_tokens, args.end - args.first);
-  const int most = Config::kMaxItems / num_head_tiles;              // tokens of a group
-  const int ctas = num_tiles * p.num_kv_heads * p.tokens.num_seqs;  // of a group
+  const int most = Config::kMaxItems / num_head_tiles;  // maximum number of tokens of a group
+  const int ctas = num_tiles * p.num_kv_heads * p.tokens.num_seqs;  // CTAs of one group
   const int wave = Config::kCtasPerSm * ctx.sm_count;
   const int fewest = (tokens + most - 1) / most;
   const int waves = (fewest * ctas + wave - 1) / wave;
@@ -195,7 +196,7 @@ void launch_choice(const Context& ctx, const SelectBlocksParams& p, const Choose
   if (num_keys <= 1) return start(std::integral_constant<int, 1>{});
   if (num_keys <= 2) return start(std::integral_constant<int, 2>{});
   if (num_keys <= 4) return start(std::integral_constant<int, 4>{});
-  if (num_keys <= 5) return start(std::integral_constant<int, 5>{});  // up to 160K tokens
+  if (num_keys <= 5) return start(std::integral_constant<int, 5>{});  // enough for 160K tokens
   start(std::integral_constant<int, kMaxSparseEntries / kPageSize / kChooseThreads>{});
 }
 

@@ -22,18 +22,18 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kTile = 32;                       // blocks of a CTA; as many coarse keys
+constexpr int kTile = 32;                       // blocks of a CTA, and also its coarse keys
 constexpr int kTileFine = kTile * kFineRows;    // fine keys of a CTA
-constexpr int kPartTiles = kScorePart / kTile;  // tiles of a part of a normaliser
+constexpr int kPartTiles = kScorePart / kTile;  // tiles that share one part of m and Z
 constexpr int kMaxTiles = kMaxSparseEntries / kPageSize / kTile;
 
 // Messages between the CTAs of a sequence and KV head. Each message has the number of its launch.
 // So no launch has to reset them.
 struct SelectMessages {
-  uint32_t launches;  // before this one
+  uint32_t launches;  // number of earlier launches
   uint32_t padding[3];
-  uint4 states[kMaxTiles][kHeads];    // of 32 coarse keys: m, Z and the launch
-  uint64_t scores[kMaxTiles][kTile];  // of a block; the launch in the high half
+  uint4 states[kMaxTiles][kHeads];    // m and Z of 32 coarse keys, and the number of the launch
+  uint64_t scores[kMaxTiles][kTile];  // low half: score of a block; high half: number of the launch
   uint64_t firsts[kMaxTiles];         // f of the first fine key of a tile
 };
 static_assert(sizeof(SelectMessages) == kSelectMessageBytes);
@@ -46,7 +46,7 @@ struct SelectOneArgs {
   const T* fine;    // [pages, Hkv, 4, D]
   const T* coarse;  // [pages, Hkv, 1, D]
   float scale_log2;
-  int group, qkv_row, q_head;  // ScoreArgs
+  int group, qkv_row, q_head;  // the same as in ScoreArgs
   int num_halves;
   bool keys_are_old;
   SparseRule rule;
@@ -67,14 +67,15 @@ struct SelectOneSmem {
   using T = typename Config::Element;
   union {
     SwizzledTile<T, kTileFine + kTile, Config::kDim> keys;  // fine keys, then coarse ones
-    uint32_t ranked[kMaxTiles * kTile];  // of each block: its score's bits + 1; 0: no candidate
+    // For each block: the bits of its score + 1; 0: it is no candidate.
+    uint32_t ranked[kMaxTiles * kTile];
   };
   SwizzledTile<T, kHeads, Config::kDim> queries;
   union {
-    float2 parts[kMaxTiles / kPartTiles][kHeads];  // m and Z
-    int before[Config::kWarps][kTile];  // candidates before each block, of a warp's share
+    float2 parts[kMaxTiles / kPartTiles][kHeads];  // m and Z of each part
+    int before[Config::kWarps][kTile];  // candidates before each block, among those of a warp
   };
-  float normalisers[Config::kFineWarps][kHeads];  // m + log2 Z
+  float normalisers[Config::kFineWarps][kHeads];  // m + log2 Z of each head
   float f[kTileFine];
 
   __device__ __forceinline__ SelectOneSmem() {}
@@ -129,7 +130,7 @@ template <typename Config>
 __device__ __forceinline__ void receive_parts(SelectOneSmem<Config>& smem,
                                               const SelectMessages& messages, uint32_t launch,
                                               int num_tiles) {
-  constexpr int kTogether = 2;  // parts of a thread
+  constexpr int kTogether = 2;  // parts that one thread reads
   const int num_items = (num_tiles + kPartTiles - 1) / kPartTiles * kHeads;
   for (int first = threadIdx.x; first < num_items; first += kTogether * Config::kThreads) {
     uint4 states[kTogether][kPartTiles];
@@ -206,7 +207,7 @@ __device__ __forceinline__ void receive_scores(SelectOneSmem<Config>& smem,
     const auto has_next = [&](int i) {
       return pair == kPairs - 1 && (tile_of(i) + 1) * kTile < blocks.coarse_end();
     };
-    uint4 messages_of[kTogether];  // of two blocks
+    uint4 messages_of[kTogether];  // messages of two blocks
     uint64_t nexts[kTogether];
     bool complete;
     do {

@@ -38,16 +38,17 @@ struct SparseConfig : ManyRowsConfig<T, kDim_, kFp8_> {
 
 // A token's blocks in the CTA's range.
 struct TokenRange {
-  int split;  // the first one
-  int count;  // blocks
+  int split;  // number of the first split
+  int count;  // number of blocks
 };
 
 // Followed by the words of the CTA's tokens, without blocks outside their ranges, and by the list.
 template <typename Config>
 struct SparseSmem {
   ManyRowsSmem<Config> rows;
-  TokenRange ranges[Config::kRows];  // of the CTA's tokens
-  int num_listed, num_shared;        // listed blocks, and those of them that end before the tree
+  TokenRange ranges[Config::kRows];  // ranges of the CTA's tokens
+  // Numbers of listed blocks, and of listed blocks that end before the tree.
+  int num_listed, num_shared;
 
   __device__ __forceinline__ uint64_t* words() { return reinterpret_cast<uint64_t*>(this + 1); }
   // Blocks in ascending order, some with the bit kSharedBlock.
@@ -59,7 +60,8 @@ struct SparseSmem {
   }
 };
 
-constexpr int kSharedBlock = 0x8000;  // chosen by two tokens, or by one with half of the rows
+// Bit of a block that two tokens chose, or one token that has half of the rows.
+constexpr int kSharedBlock = 0x8000;
 static_assert(kMaxWords * 64 <= kSharedBlock);
 
 // The tokens of a chunk of packed rows.
@@ -95,7 +97,8 @@ template <typename Config>
 __device__ __forceinline__ void list_blocks(SparseSmem<Config>& smem, int num_tokens, int num_words,
                                             int group, int tree_block, int lane) {
   uint64_t any[2] = {}, shared[2] = {};
-  const bool two_share = 2 * group < Config::kRows;  // otherwise a token has half of the rows
+  // Otherwise one token has at least half of the rows.
+  const bool two_share = 2 * group < Config::kRows;
   for (int token = 0; token < num_tokens; ++token) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -129,10 +132,10 @@ __device__ __forceinline__ void list_blocks(SparseSmem<Config>& smem, int num_to
 
 // The two packed rows of a lane.
 struct LaneRows {
-  const uint64_t* words[2];  // null: the row does not exist
-  int own[2];                // position
-  int split[2];              // the current one
-  int left[2];               // blocks of the range that follow
+  const uint64_t* words[2];  // chosen blocks as bits; null: the row does not exist
+  int own[2];                // position of the row's token
+  int split[2];              // number of the split that is being summed
+  int left[2];               // number of blocks of the range that follow
   int odd[2];                // 1: the last split of the range has one block
 
   template <typename Config>

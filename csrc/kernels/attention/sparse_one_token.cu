@@ -23,7 +23,7 @@ struct OneTokenConfig {
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
-  static constexpr int kColumns = kDim / kWarps;  // dimensions that a warp sums
+  static constexpr int kColumns = kDim / kWarps;  // dimensions of the output that a warp sums
   static constexpr int kCtasPerSm = 3;
   static_assert(kWarps * kKvTile == kSplitBlocks * kPageSize, "a KV tile for each warp");
 };
@@ -34,7 +34,7 @@ struct OneTokenSmem {
   using KvTile = CacheTile<T, Config::kFp8, kKvTile, Config::kDim>;
   union Keys {
     KvTile entries;
-    float4 acc[Config::kDim / 8][32];  // probabilities * values of the KV tile
+    float4 acc[Config::kDim / 8][32];  // sums of probability * value over the KV tile
   };
   static_assert(sizeof(KvTile) == sizeof(Keys) || Config::kFp8);
   struct Warp {
@@ -42,7 +42,7 @@ struct OneTokenSmem {
     KvTile values;
   } warps[Config::kWarps];
   SwizzledTile<T, kWarpRows, Config::kDim> queries;
-  float2 states[Config::kWarps][kWarpRows];  // row maxima and sums of the KV tiles
+  float2 states[Config::kWarps][kWarpRows];  // row maxima and sums of each KV tile
 };
 
 // Multiplies the warp's KV tile. Its sums go to shared memory.

@@ -36,8 +36,8 @@ struct SparseSmem {
 
 // The two packed rows of a lane and their selections.
 struct LaneRows {
-  const uint64_t* words[2];  // null: the row does not exist
-  int own[2];                // position
+  const uint64_t* words[2];  // chosen blocks as bits; null: the row does not exist
+  int own[2];                // position of the row's token
 
   template <typename Config>
   __device__ __forceinline__ LaneRows(const AttentionArgs<typename Config::Element>& args,

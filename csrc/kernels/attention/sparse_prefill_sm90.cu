@@ -29,10 +29,10 @@ struct SparsePrefill : HopperPrefill<T, /*kTileEntries=*/kPageSize, /*kStages=*/
   static constexpr bool kFp8 = kFp8_;
   struct Smem {
     typename Base::Tile tiles[Base::kStages][2];  // keys, values
-    typename Base::Rows queries;                  // then the output
+    typename Base::Rows queries;                  // the output replaces them at the end
     PackedRows<Base::kRows> packed;
-    uint64_t of_group[Base::kGroups][kMaxWords];  // blocks of a warpgroup's rows
-    uint64_t any[kMaxWords];                      // blocks of all rows
+    uint64_t of_group[Base::kGroups][kMaxWords];  // blocks that the rows of a warpgroup chose
+    uint64_t any[kMaxWords];                      // blocks that any row chose
     typename Base::Barriers barriers;
   };
 };
@@ -115,8 +115,9 @@ struct SparseConsumer : KvConsumer<Config> {
   static constexpr int kDim = Config::kDim;
 
   const SparseCta<Config>& cta;
-  const uint64_t* words[2];  // of the lane's rows; null: the row needs no result
-  int own[2];                // positions of the lane's rows
+  // Chosen blocks of the lane's rows, as bits. Null: the row needs no result.
+  const uint64_t* words[2];
+  int own[2];  // positions of the lane's rows
 
   __device__ __forceinline__ SparseConsumer(const SparseCta<Config>& cta_, int warp_,
                                             int first_position)

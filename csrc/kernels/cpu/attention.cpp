@@ -137,8 +137,8 @@ class Softmax {
   const float* q_;
   float scale_;
   int head_dim_;
-  float* sum_;       // [D], scaled by exp(-maximum_)
-  float* page_sum_;  // [D]
+  float* sum_;       // [D] sums of probability * value, scaled by exp(-maximum_)
+  float* page_sum_;  // [D] the same for one page
   float maximum_ = -kInfinity;
   float total_ = 0;
 };

@@ -16,7 +16,8 @@ struct Node {
 };
 
 struct Match {
-  int first = 0, length = 0, end = 0;  // j, n, the place
+  // `first` is j, `length` is n, `end` is the place (draft_fill.h).
+  int first = 0, length = 0, end = 0;
 };
 
 float rate(const FillRates& rates, int n) {

@@ -18,7 +18,7 @@ struct Rows {
   Routing routing;
   int pairs_per_x;
   bool sorted_x, sorted_y;
-  const ExpertRows* with_bias = nullptr;  // has the bias and activation; null: neither
+  const ExpertRows* with_bias = nullptr;  // its bias and activation are applied; null: neither
 
   Rows(const ExpertRows& rows)
       : y(rows.y),
@@ -100,7 +100,7 @@ void for_each_expert(const Context& ctx, const Rows& rows, const Multiply& multi
 
 void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gated) {
   const int64_t n = weights.size(1), k = weights.size(2);
-  std::vector<float> both;  // gate, then up
+  std::vector<float> both;  // results of gate, then those of up
   for_each_expert(ctx, rows, [&](const Tensor& sums, const Tensor& x, int expert) {
     const Tensor w = weights.rows(expert, 1).view({n, k});
     if (!gated) return cpu::skinny_gemm(ctx, {.y = sums, .x = x, .w = w});

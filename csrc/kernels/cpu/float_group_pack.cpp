@@ -8,7 +8,7 @@
 namespace cpmcu::cpu {
 namespace {
 
-constexpr int kSharedRows = 8;  // rows that share a float32 scale
+constexpr int kSharedRows = 8;  // rows of W that share a float32 scale
 
 // Rows of a part that are stored as eight rows of a block; -1: padding.
 using Rows = std::array<int64_t, kSharedRows>;

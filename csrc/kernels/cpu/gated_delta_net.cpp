@@ -237,7 +237,7 @@ class Head {
   float* state_;
   T *window_, *pending_;
   int* folded_;
-  std::vector<float> recent_;  // [3, 2 Dk + Dv] the raw tokens before the step
+  std::vector<float> recent_;  // [3, 2 Dk + Dv]: the raw tokens before the step
 };
 
 }  // namespace

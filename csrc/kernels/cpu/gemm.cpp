@@ -12,8 +12,8 @@
 namespace cpmcu::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 64;     // of x
-constexpr int64_t kTileColumns = 16;  // of y, rows of w
+constexpr int64_t kTileRows = 64;     // rows of x in a tile
+constexpr int64_t kTileColumns = 16;  // columns of y in a tile, which are rows of w
 
 template <typename T, typename Y>
 void multiply(const GemmParams& p) {

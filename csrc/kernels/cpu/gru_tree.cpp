@@ -9,8 +9,8 @@ namespace {
 // A row of a level, or a candidate that may become a row of its level.
 struct Node {
   float score;
-  int level, row;     // of a candidate: `row` is its parent's
-  int candidate = 0;  // its index among the K candidates; -1: padding
+  int level, row;     // `row` is the row of the node, or of a candidate's parent
+  int candidate = 0;  // index among the K candidates; -1: padding
 };
 
 // The `count` best nodes, best first. Nodes with equal scores keep their order.

@@ -58,13 +58,13 @@ struct Candidate {
 
 // A node that may be added next.
 struct Entry {
-  float score;         // of its path
-  Candidate own;       // it and its score below its parent
-  float parent_score;  // of the parent's path
+  float score;         // score of the path to the candidate
+  Candidate own;       // the candidate, with its score below its parent
+  float parent_score;  // score of the path to the parent
   int depth, parent_candidate;
-  int parent;     // node number
-  bool on_path;   // its parent is on the greedy path
-  bool is_first;  // it is the best below its parent
+  int parent;     // number of the parent's node
+  bool on_path;   // the parent is on the greedy path
+  bool is_first;  // the candidate is the best below its parent
 };
 
 class Tree {

@@ -13,7 +13,7 @@ namespace {
 // A token of one head.
 template <typename T>
 struct Row {
-  const T *x, *b, *c;  // [P], [N], [N]
+  const T *x, *b, *c;  // x [P], B [N] and C [N] of a head
   T dt;
 };
 

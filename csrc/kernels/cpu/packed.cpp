@@ -12,8 +12,8 @@
 namespace cpmcu::cpu {
 namespace {
 
-constexpr int64_t kMaxRows = 64;  // of x at a time
-constexpr int kScalesAt = 16384;  // byte offset in a block
+constexpr int64_t kMaxRows = 64;  // rows of x that are multiplied at a time
+constexpr int kScalesAt = 16384;  // offset of the scales in a weight block, in bytes
 // Byte offset of zero points in a block.
 int zeros_at(const PackedLayout& layout) { return kScalesAt + 2 * kPackedRows * layout.groups(); }
 
@@ -69,7 +69,7 @@ uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
   return words.as<uint32_t>()[word] >> (4 * i) & 15;
 }
 
-constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // nibble of column n % 8
+constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // place of the nibble of column n % 8
 
 // q of the part at row n and column k.
 template <Int4Format kFormat>
@@ -160,7 +160,8 @@ void multiply(const PackedGemmParams& p) {
   for (int64_t row_begin = 0; row_begin < m; row_begin += kMaxRows) {
     for (int64_t strip = 0; strip < strips; ++strip) {
       const int64_t rows = std::min(kMaxRows, m - row_begin);
-      const int first = static_cast<int>(strip % 8) * kStripRows;  // row of the block
+      // The strip's first row in the weight block.
+      const int first = static_cast<int>(strip % 8) * kStripRows;
       thread_local std::vector<float> totals, corrections;
       totals.assign(static_cast<size_t>(rows * kStripSums), 0);
       corrections.assign(static_cast<size_t>(rows * kStripRows), 0);
@@ -273,7 +274,7 @@ void packed_quantize(const Context&, const PackedQuantizeParams& p) {
 #pragma omp parallel for collapse(2)
     for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
-        uint8_t* high = block_of(w, row_block, k_block);  // with one plane: the only block
+        uint8_t* high = block_of(w, row_block, k_block);  // upper nibble plane, or the only plane
         uint8_t* low = block_of(w, row_block, k_block + (w.layout.planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kPackedK;

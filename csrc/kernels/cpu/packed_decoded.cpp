@@ -174,7 +174,8 @@ void multiply(const PackedGemmParams& p) {
   Y* y = p.y.as<Y>();
 #pragma omp parallel for if (m * w.n * w.k > 65536)
   for (int64_t strip = 0; strip < strips; ++strip) {
-    const int first = static_cast<int>(strip % 8) * kStripRows;  // row of the block
+    // The strip's first row in the weight block.
+    const int first = static_cast<int>(strip % 8) * kStripRows;
     thread_local std::vector<float> totals, part;
     totals.assign(static_cast<size_t>(m * kStripRows), 0);
     part.resize(static_cast<size_t>(m * kStripRows));

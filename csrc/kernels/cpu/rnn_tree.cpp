@@ -10,15 +10,15 @@ namespace {
 
 // A node whose children have scores.
 struct Node {
-  float score = 0;            // of its path
-  int depth = 0;              // tokens of its path
-  std::vector<float> below;   // scores of the candidates below it
-  std::vector<float> states;  // its own
+  float score = 0;            // score of the path to the node
+  int depth = 0;              // tokens of the path to the node
+  std::vector<float> below;   // scores of the candidates below the node
+  std::vector<float> states;  // state of the network after the node
 };
 
 // A candidate that may be added next, below a node.
 struct Entry {
-  float score;  // of its path
+  float score;  // score of the path to the candidate
   int parent, candidate;
 };
 

@@ -15,7 +15,7 @@ namespace cpmcu::cpu {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
+constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u that is drawn
 
 // Whether no logit is NaN or +inf.
 bool is_sound(const float* z, int vocab_size) {

@@ -76,7 +76,7 @@ class Sequence {
                                          : before_.data() + (kernel_size_ - 2 - missing++) * width_;
       if (node >= 0) node = parent_of(node);
     }
-    const T* c = row(j) + width_;  // gated
+    const T* c = row(j) + width_;  // the gate c of the gated form
     T* out = p_.out.as<T>() + int64_t{first_ + j} * width_;
     for (int64_t i = 0; i < width_; ++i) {
       const T* weight = p_.weight.as<T>() + i * kernel_size_;

@@ -84,7 +84,7 @@ class BlockScores {
     for (int block = blocks.init_end; block < blocks.window_begin; ++block) {
       const int begin = std::max(kFineRows * block, 1);  // fine[0] does not exist
       const int end = std::min(kFineRows * (block + 1) + 1, blocks.fine_end());
-      float best = 0;  // also for NaN
+      float best = 0;  // the result also if all scores are NaN
       for (int r = begin; r < end; ++r) best = std::max(best, f[r]);
       scores.push_back(best);
     }
@@ -128,9 +128,9 @@ class BlockScores {
 
   const SelectBlocksParams& p_;
   int kv_head_, group_;
-  const int* pages_;  // of the slot
+  const int* pages_;  // page numbers of the slot
   std::vector<T> heads_;
-  const float* queries_ = nullptr;  // dot_operand of heads_
+  const float* queries_ = nullptr;  // heads_ in the form that the dot product reads (dot_operand)
   std::vector<float> buffer_, products_;
 };
 

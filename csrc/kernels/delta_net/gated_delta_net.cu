@@ -48,7 +48,7 @@ template <typename Cta>
 __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, int count,
                                            int num_accepted) {
   constexpr int kStage = Cta::kStage, kTokens = Cta::kTokens;
-  constexpr int kStride = Cta::kProducers * kTokens;  // tokens whose outputs are written at once
+  constexpr int kStride = Cta::kProducers * kTokens;  // tokens whose outputs are written together
   constexpr int kPasses = kStage / kStride;
   static_assert(kStage % kStride == 0, "outputs of a stage are a whole number of passes");
   const int producer = cta.warp - Cta::kFirstProducer;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state,
     };
     Visit visit = visit_of(0);
     Operands now = cta.operands(visit.node);
-    OutputParts before{};  // of the visit before; the first one is overwritten
+    OutputParts before{};  // terms of the previous visit's o; the first visit overwrites them
     int node_before = visit.node;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {

@@ -31,13 +31,13 @@ struct LargeArgs {
   TensorMap x_map, w_map;
   void* y;
   int64_t y_stride;
-  int m, n, k_blocks;  // k blocks of 64
+  int m, n, k_blocks;  // k_blocks: number of k blocks of 64
   LargeTiles tiles;
   float alpha, beta;
   bool gated;
 };
 
-constexpr int kWRows = 128;  // rows of W of a CTA
+constexpr int kWRows = 128;  // rows of W that a CTA has
 // A tile has 8 kGroups rows of x; the epilogue stores at most 128 of them at a time.
 template <int kGroups>
 constexpr int kOutGroups = kGroups < 16 ? kGroups : 16;

@@ -25,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRows = 4;  // of x, for each CTA
-constexpr int kVecs = 4;  // of 8 elements, for each thread: K up to kMaxK
+constexpr int kRows = 4;  // rows of x that a CTA has
+constexpr int kVecs = 4;  // vectors of 8 elements that a thread has: K is at most kMaxK
 constexpr int kMaxK = kVecs * kThreads * 8;
 
 struct Args {
@@ -43,7 +43,7 @@ struct Args {
 // Grid: (N, CTAs of the rows of x).
 template <typename T>
 __global__ void __launch_bounds__(kThreads) normed_gemm_kernel(const Args args) {
-  __shared__ float2 partial[kRows][kWarps];  // dots, squares
+  __shared__ float2 partial[kRows][kWarps];  // dot products, and sums of squares
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row_of_w = blockIdx.x;
   const int first = static_cast<int>(blockIdx.y) * kRows;

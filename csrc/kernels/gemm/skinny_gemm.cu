@@ -25,13 +25,13 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kChunk = 64;  // k of a warp's chunk
+constexpr int kChunk = 64;  // inputs (k) in a chunk of a warp
 
 using Args = SkinnyArgs;
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
 struct WeightFragment {
-  uint4 v[2][2];  // [row half][k half]
+  uint4 v[2][2];  // W of each [row half][k half]
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
@@ -42,9 +42,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 
 template <typename T,    // __half or __nv_bfloat16
           typename Out,  // T or float
-          int kTiles,    // m16 tiles of W per CTA
+          int kTiles,    // m16 tiles of W that a CTA has
           int kGroups,   // groups of 8 rows of x: M <= 8 * kGroups
-          int kUnroll,   // chunks in flight per warp
+          int kUnroll,   // chunks of a warp that are in flight
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const Args args) {
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];

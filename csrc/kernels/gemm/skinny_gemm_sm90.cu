@@ -32,8 +32,8 @@ struct TallArgs {
   TensorMap x_map, tile_map, last_map;
   void* y;  // [M, N]
   int m, n, k_blocks;
-  int cta_rows;              // rows of W of a CTA, a multiple of 16
-  int tile_rows, last_rows;  // rows of W of a tile
+  int cta_rows;              // rows of W that a CTA has, a multiple of 16
+  int tile_rows, last_rows;  // rows of W in a tile, and in the last tile
   int64_t y_stride;
   float alpha, beta;
 };
@@ -69,7 +69,7 @@ __device__ __forceinline__ void each_tile(const TallArgs& args, F f) {
   }
 }
 
-template <typename T, typename Out, int kGroups>  // M <= 8 * kGroups
+template <typename T, typename Out, int kGroups>  // up to 8 * kGroups rows of x
 __global__ void __launch_bounds__(kThreads + 64, 1)
     tall_gemm_kernel(const __grid_constant__ TallArgs args) {
   using Ring = TallRing<kGroups>;

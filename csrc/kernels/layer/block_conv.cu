@@ -22,7 +22,7 @@ constexpr int kThreads = 128;
 template <typename T>
 struct Conv {
   T* out;
-  const T *x, *base, *delta;  // delta: from this side's first column on
+  const T *x, *base, *delta;  // delta points to the first column of this side
   int num_columns, delta_columns, width, group, num_rows;
   bool adds;
 };

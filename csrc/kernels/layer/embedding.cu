@@ -23,7 +23,7 @@ struct EmbeddingArgs {
   const void* table;  // [V, H]
   const int* ids;     // [T]
   int64_t vocab_size;
-  int num_vectors;  // H / 8
+  int num_vectors;  // vectors of 8 elements in a row: H / 8
   int64_t out_stride;
   float scale;
 };

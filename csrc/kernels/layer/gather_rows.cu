@@ -20,10 +20,10 @@ constexpr int kThreads = 128;
 struct GatherArgs {
   uint4* out;
   const uint4* x;
-  const int* index;      // [R] or null
-  const int* out_index;  // [R] or null
-  int num_vectors;       // 16-byte vectors of a row
-  int64_t out_stride;    // in vectors
+  const int* index;      // [R]; null: 0..R-1
+  const int* out_index;  // [R]; null: 0..R-1
+  int num_vectors;       // number of 16-byte vectors in a row
+  int64_t out_stride;    // 16-byte vectors from one row of out to the next
 };
 
 // Grid: (R, CTAs of a row).

@@ -22,7 +22,8 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxVectors = 2;  // vectors of 8 elements in a thread: H up to 16384
+// Maximum number of vectors of 8 elements in a thread: H up to 16384.
+constexpr int kMaxVectors = 2;
 
 // ---- kernels
 

@@ -32,14 +32,14 @@ constexpr int kThreads = 64;
 template <typename T>
 struct RotaryKvArgs {
   T* qkv;                 // [T, columns of the layout]
-  const T* bias;          // [(Hq + 2 Hkv) * D] or null
-  const T* q_norm;        // [D] or null
-  const T* k_norm;        // [D] or null
-  const float* inv_freq;  // [R / 2]
+  const T* bias;          // [(Hq + 2 Hkv) * D]; null: no bias
+  const T* q_norm;        // [D]; null: no norm of q
+  const T* k_norm;        // [D]; null: no norm of k
+  const float* inv_freq;  // [R / 2] radians per position
   T* k_cache;             // [pages, Hkv, 64, D]
   T* v_cache;             // [pages, Hkv, 64, D]
-  float* k_scales;        // [pages, Hkv, 64], of e4m3 codes; null: the caches hold T
-  float* v_scales;        // [pages, Hkv, 64]
+  float* k_scales;        // [pages, Hkv, 64] scales of e4m3 codes; null: the caches hold T
+  float* v_scales;        // [pages, Hkv, 64] scales of the values, or null
   float norm_eps;
   float norm_offset;
   float attention_scaling;

@@ -30,7 +30,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kRows = 8;  // of S in a warp
+constexpr int kRows = 8;  // rows of S that a warp has
 constexpr int kStage = 32;
 constexpr int kMaxHeadDim = 128;
 constexpr int kMaxThreads = kMaxHeadDim / kRows * 32;
@@ -38,7 +38,7 @@ constexpr int kMaxThreads = kMaxHeadDim / kRows * 32;
 template <typename T>
 struct Mamba2Args {
   T* y;
-  const T *xbc, *dt;  // dt: from first_dt on
+  const T *xbc, *dt;  // dt points to the column first_dt
   int64_t xbc_row, dt_row;
   MambaShape shape;
   const float *a_log, *dt_bias, *d;
@@ -48,7 +48,7 @@ struct Mamba2Args {
   int* folded;
   int num_pending;
   Accepted accepted;
-  int rows, copies;  // of shared memory: tokens, copies of S
+  int rows, copies;  // tokens and copies of S for which shared memory has room
   StepTokens tokens;
 };
 
@@ -62,7 +62,7 @@ struct Row {
 // 8 rows of S. `s[r][4 i + j]` is column 128 i + 4 lane + j.
 template <int kParts>
 struct Rows {
-  static constexpr int kState = 128 * kParts;  // N
+  static constexpr int kState = 128 * kParts;  // state size N
 
   float s[kRows][4 * kParts];
 
@@ -145,7 +145,7 @@ static_assert(sizeof(TreePlan) % 16 == 0, "copies of S behind it are read as flo
 // Sizes of shared memory, in bytes.
 template <typename T>
 struct Layout {
-  int row;  // elements of a token: x, B, C
+  int row;  // elements of a token in shared memory: x, B and C
   int64_t tokens, gates, copies;
 
   __host__ __device__ Layout(const MambaShape& shape, int num_rows, int num_copies)
@@ -166,13 +166,13 @@ struct Head {
   const Mamba2Args<T>& args;
   const Layout<T> layout;
   const int head, slot, first, count, length;
-  const int64_t at;  // of the slot's head
+  const int64_t at;  // index of the head in [slots, heads]
   const int warp, lane;
   TreePlan& tree;
   float* copies;
   T* tokens;
   float2* gates;
-  float rate, bias, skip;  // exp(A_log), dt_bias, D
+  float rate, bias, skip;  // exp(A_log), dt_bias and D of the head
 
   __device__ __forceinline__ Head(const Mamba2Args<T>& args, char* memory, int seq, int head)
       : args(args),
@@ -312,7 +312,7 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, State& s) {
     for (int i = 0; i < rows_of(stage); ++i) {
       cta.step(s, stage % 2 * kStage + i, stage * kStage + i);
     }
-    __syncthreads();  // the rows are free
+    __syncthreads();  // from here on the rows may be overwritten
   }
   s.store_to(cta.state(), cta.lane);
 }

@@ -18,12 +18,12 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kChunk = 64;     // k of a warp's chunk
-constexpr int kSplitBits = 3;  // all warps share K
+constexpr int kChunk = 64;     // inputs (k) in a chunk of a warp
+constexpr int kSplitBits = 3;  // log2 of the warps that share K: all warps do
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
 struct WeightFragment {
-  uint4 v[2][2];  // [row half][k half]
+  uint4 v[2][2];  // W of each [row half][k half]
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 // ---- kernels
 
 template <typename T,   // __half or __nv_bfloat16
-          int kGroups,  // groups of 8 pairs at a time
-          int kUnroll,  // chunks in flight per warp
+          int kGroups,  // groups of 8 pairs that are multiplied at a time
+          int kUnroll,  // chunks of a warp that are in flight
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const ExpertArgs args) {
   extern __shared__ float partial[];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
   for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int in_part = (blockIdx.x * 2 + tile) * 8 + g;  // of gate or of up
+      const int in_part = (blockIdx.x * 2 + tile) * 8 + g;  // row of W within gate or within up
       const int row =
           args.gated ? in_part + half * args.width : (blockIdx.x * 2 + tile) * 16 + half * 8 + g;
       const bool valid = args.gated ? in_part < args.width : row < args.n;

@@ -23,17 +23,17 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kPartThreads = 128;     // of a CTA without a norm
-constexpr int kMaxNormed = 1024 * 8;  // D up to which a norm is part of the launch
+constexpr int kPartThreads = 128;     // threads of a CTA without a norm
+constexpr int kMaxNormed = 1024 * 8;  // maximum D with which the norm is part of the launch
 
 struct Args {
   void* hidden;
   const float* y;
   const float* weights;
-  const void* bias;          // [E, D]; null: none
-  const int* experts;        // of pairs
-  const float* shared;       // null: none
-  const float* shared_gate;  // of token 0
+  const void* bias;          // [E, D]; null: no bias
+  const int* experts;        // expert of each pair
+  const float* shared;       // null: no shared expert
+  const float* shared_gate;  // gate logit of the first token; null: no gate
   int64_t gate_stride;
   int top_k, width;
   float scale;
@@ -102,8 +102,8 @@ __device__ __forceinline__ Vec16<T> combined(const Args& args, int64_t token, in
 
 // Grid: (T, CTAs of a row); with a norm T.
 template <typename T,    // __half or __nv_bfloat16
-          int kThreads,  // of a CTA
-          bool kNorms,   // a CTA has all of a row
+          int kThreads,  // threads of a CTA
+          bool kNorms,   // a CTA has whole rows and norms them
           bool kBias>
 __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const __grid_constant__ Args args) {
   ptx::pdl_launch();
@@ -170,7 +170,7 @@ void moe_combine(const Context& ctx, const MoeCombineParams& p) {
   }
   const bool has_norm = !p.norm.out.empty(), norms = has_norm && width <= kMaxNormed;
   if (norms) check_vector("moe_combine", "norm weight", p.norm.weight, p.hidden.dtype(), width);
-  int threads = 64;  // as in rms_norm
+  int threads = 64;  // the same number of threads as in rms_norm
   while (threads * 8 < width) threads *= 2;
   dispatch_half(p.hidden.dtype(), [&](auto t) {
     using T = decltype(t);

@@ -32,26 +32,27 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kChunk = 64;        // k of a warp's chunk
-constexpr int kFewChunks = 4;     // chunks in flight per warp; kManyChunks if K is larger
-constexpr int kManyChunks = 8;    // up to K = 4096
-constexpr int kNormedRows = 8;    // maximum number of rows that a CTA norms
-constexpr int kMaxNormed = 4096;  // H up to which a CTA norms rows; 2 vectors of 8 a lane
+constexpr int kChunk = 64;      // inputs (k) in a chunk of a warp
+constexpr int kFewChunks = 4;   // chunks of a warp that are in flight; kManyChunks if K is larger
+constexpr int kManyChunks = 8;  // the same for K up to 4096
+constexpr int kNormedRows = 8;  // maximum number of rows that a CTA norms
+// Maximum H with which a CTA norms rows: a lane has up to 2 vectors of 8.
+constexpr int kMaxNormed = 4096;
 
 struct RouterArgs {
   float* logits;            // [T, n]
   void* x;                  // [T, k]
   const void* w;            // [n, k]
-  const void* bias;         // [n]; null: none
+  const void* bias;         // [n]; null: no bias
   const void* norm_x;       // [T, k]; null: no norm
   const void* norm_weight;  // [k]
   float norm_eps, norm_offset;
   int m, n, k;
-  int cta_rows;    // rows of W of a CTA, at most 16
-  int norm_warps;  // warps of rms_norm's CTA
+  int cta_rows;    // rows of W that a CTA has, at most 16
+  int norm_warps;  // warps of a CTA of rms_norm, whose order of additions is used
   bool renormalise;
-  uint32_t* launches;  // the number of launches before this one
-  uint64_t* messages;  // [T, n]: a logit, and in the high half the number of its launch
+  uint32_t* launches;  // number of earlier launches
+  uint64_t* messages;  // [T, n]: low half: a logit; high half: the number of the launch
   Routing routing;
 };
 
@@ -88,7 +89,7 @@ struct SentLogits {
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
 struct WeightFragment {
-  uint4 v[2][2];  // [row half][k half]
+  uint4 v[2][2];  // W of each [row half][k half]
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
@@ -178,9 +179,9 @@ __device__ __forceinline__ void load_norm_weights(Vec16<T> (&to)[kVirtual],
 
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 tokens: m <= 8 kGroups
-          int kHeld,    // as in choose
-          int kUnroll,  // chunks in flight per warp
-          bool kNorms>  // x is normed first
+          int kHeld,    // logits that a lane of `choose` holds
+          int kUnroll,  // chunks of a warp that are in flight
+          bool kNorms>  // the kernel norms x first
 __global__ void __launch_bounds__(kThreads, 1)
     moe_router_kernel(const __grid_constant__ RouterArgs args) {
   extern __shared__ __align__(16) char normed[];

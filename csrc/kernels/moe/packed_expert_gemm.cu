@@ -27,7 +27,7 @@ namespace {
 struct PackedExpertArgs {
   ExpertArgs expert;
   int k_blocks, block_bytes;
-  int stages;  // of a warp
+  int stages;  // number of stages of a warp
   uint8_t scale_form;
 };
 
@@ -67,16 +67,17 @@ template <typename Unpacker, int kMostStages>
 struct TileCopies {
   static constexpr int kBytes = kWarpTileBytes<Unpacker>;
   static constexpr int kExtraLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
-  static constexpr int kExtras = (kExtraLanes + 31) / 32;  // copies of scales and tile data
+  // Copies of a lane for scales and tile data.
+  static constexpr int kExtras = (kExtraLanes + 31) / 32;
 
   Stage<Unpacker>* stages;
   int num_stages, num_blocks;
-  const char* from;           // the lane's first codes of the next block
-  int step;                   // bytes from a block to the next
-  int extra_places[kExtras];  // from the codes; 0: the lane has no such copy
-  int pending;                // copies that may be incomplete
-  int to_load, of_pass;       // blocks to be copied: all, those of the pass
-  int stage = 0;              // of the next block, if not all blocks fit the stages
+  const char* from;           // the lane's first codes of the next weight block
+  int step;                   // bytes from one weight block to the next
+  int extra_places[kExtras];  // offsets from the codes in bytes; 0: the lane has no such copy
+  int pending;                // number of copies that may be incomplete
+  int to_load, of_pass;       // number of blocks to copy: in all, and in this pass
+  int stage = 0;              // stage of the next block, if the stages cannot hold all blocks
 
   // Copies as many blocks as fit the stages. `first`: the first of `blocks` blocks of a pass.
   __device__ __forceinline__ TileCopies(Stage<Unpacker>* to, int stages_of_warp, const char* first,
@@ -177,7 +178,7 @@ __device__ __forceinline__ void copy_bias(T* to, const ExpertArgs& args, int exp
 }
 
 template <typename T,   // __half or __nv_bfloat16
-          int kGroups,  // groups of 8 pairs at a time
+          int kGroups,  // groups of 8 pairs that are multiplied at a time
           typename Unpacker>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
     packed_expert_gemm_kernel(const __grid_constant__ PackedExpertArgs all) {
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
   ptx::pdl_launch();
 
   const T* const x = static_cast<const T*>(args.x);
-  int stage = 0;  // the current one
+  int stage = 0;  // number of the current stage
 #pragma unroll 1
   for (int pass = 0; pass < num_passes; ++pass) {
     const PairRows<kGroups> rows(args, span, pass * 8 * kGroups);

@@ -24,8 +24,8 @@ namespace {
 
 struct PackedSortedArgs {
   SortedArgs all;
-  const char* blocks;  // of expert 0
-  int64_t stride;      // bytes from one expert to the next
+  const char* blocks;  // weights of expert 0
+  int64_t stride;      // bytes from one expert's blocks to the next
   int block_bytes;
   uint8_t scale_form;
 };

@@ -20,10 +20,10 @@ namespace {
 struct DenseSortedArgs {
   SortedArgs all;
   TensorMap w_map;
-  int n;  // rows of an expert's W
+  int n;  // rows of W of one expert
 };
 
-constexpr int kWRows = 128;  // rows of W of a CTA
+constexpr int kWRows = 128;  // rows of W that a CTA has
 template <int kGroups>
 using SortedRing =
     LargeRing<8 * kGroups * 128, kWRows * 128, 8 * kGroups * kLargeRowBytes, kSortedRingBytes>;

@@ -31,7 +31,7 @@ template <typename T>
 struct RankSumArgs {
   T* hidden;  // [T, H]
   const T* part;
-  T* normed;  // null: no norm
+  T* normed;  // [T, H]; null: no norm
   const T* weight;
   int64_t num_rows;
   int width;  // H

@@ -26,8 +26,8 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kBatch = 4;       // loads in flight
-constexpr int kListSize = 256;  // maximum tokens that a CTA ranks
+constexpr int kBatch = 4;       // loads of a thread that are in flight
+constexpr int kListSize = 256;  // maximum number of tokens that a CTA ranks
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kLog2E = 1.4426950408889634f;
@@ -36,7 +36,7 @@ static_assert(kMaxTopk <= kListSize, "the list must hold the k best of a CTA");
 
 struct TopkArgs {
   const float* logits;  // [R, V]
-  const int* id_map;    // [V] or null
+  const int* id_map;    // [V] draft id -> target id; null: the ids are equal
   int* tokens;          // [R, k]
   float* logprobs;      // [R, k]
   int vocab_size;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int topk = args.topk, thread = threadIdx.x;
   const float* logits = args.logits + int64_t{blockIdx.y} * args.vocab_size;
-  float maximum = -kInfinity, sum = 0;  // of exp(z - maximum)
+  float maximum = -kInfinity, sum = 0;  // the largest logit, and the sum of exp(z - maximum)
   int likeliest = 0;
   for_each_batch<kAligned>(logits, args.vocab_size, [&](int first, const float (&z)[kBatch* 4]) {
     const float before = maximum;

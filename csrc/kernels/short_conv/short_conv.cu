@@ -22,21 +22,21 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kChannels = 32;  // of a CTA
+constexpr int kChannels = 32;  // channels of a CTA
 constexpr int kWarps = 8;
-constexpr int kTokens = kMaxTreeSize;  // of a CTA
+constexpr int kTokens = kMaxTreeSize;  // tokens of a CTA
 
 template <typename T>
 struct ShortConvArgs {
   T* out;
   const T* x;
   const T* weight;
-  const T* bias;  // null: none
+  const T* bias;  // [H]; null: no bias
   T* window;
   T* pending;
   int* folded;
   int width, num_pending;
-  int64_t row, first;  // columns of x; the column of u, if not gated
+  int64_t row, first;  // number of columns of x; first column of u in the SiLU form
   bool silu;
   Accepted accepted;
   bool commits;

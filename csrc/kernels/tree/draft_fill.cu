@@ -19,7 +19,7 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBatch = 8;  // loads in flight
+constexpr int kBatch = 8;  // loads of a thread that are in flight
 constexpr int kNodes = kMaxTreeSize + kMaxDraftDepth;
 constexpr int kTail = kMaxNgram + kMaxDraftDepth;
 constexpr int kObserveThreads = 128;
@@ -28,10 +28,10 @@ struct Shared {
   // Node 0 is the root, 1 .. 63 are the draft, 64 .. are appended. An unused node has token -1.
   int tokens[kNodes], parents[kNodes], ranks[kNodes];
   float scores[kNodes];
-  int main_path[kMaxDraftDepth];  // nodes, the root first
+  int main_path[kMaxDraftDepth];  // nodes of the main path, the root first
   int num_main;                   // tokens of the main path
   int tail[kTail];                // tail[i]: the token i places before the end of the longest T_j
-  int path[kMaxDraftDepth];       // of the context
+  int path[kMaxDraftDepth];       // tokens of the context's path
   float log_rates[kMaxDraftDepth];
   uint64_t scratch[32];
 };
@@ -119,7 +119,7 @@ __device__ void write_best(const DraftFillParams& p, Shared& s, int seq) {
   if (is_used && rank < num_tokens) {
     const int parent = s.parents[node], at = seq * num_tokens + rank;
     const int above = parent == 0 ? 0 : s.ranks[parent] + 1;
-    const bool fits = above <= rank;  // always, unless a score is invalid
+    const bool fits = above <= rank;  // true unless a score is invalid
     p.filled.tokens[at] = fits ? s.tokens[node] : -1;
     p.filled.parents[at] = fits ? above : 0;
     p.filled.scores[at] = fits ? s.scores[node] : -INFINITY;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kObserveThreads)
       const bool hit = path.tokens[i] == accepted.ids[row + i];
       if (i >= path.first) {
         const int n = min(path.match + i - path.first, kMaxNgram);
-        atomicAdd(&trials[n], 1);  // of integers, so the order does not matter
+        atomicAdd(&trials[n], 1);  // integers: the order of additions does not matter
         if (hit) atomicAdd(&hits[n], 1);
       }
       if (!hit) break;

@@ -15,8 +15,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of gru_cell
-constexpr int kWarps = 32;     // of chain_step, no fewer than candidates
+constexpr int kThreads = 256;  // threads of a CTA of gru_cell
+constexpr int kWarps = 32;     // warps of a CTA of chain_step: at least the number of candidates
 static_assert(kWarps >= kMaxTopk);
 
 // Grid: (CTAs of a state, B).

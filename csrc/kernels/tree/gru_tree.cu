@@ -16,10 +16,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kWarps = 32;      // of node_scores, no fewer than candidates
-constexpr int kThreads = 1024;  // of the others
+constexpr int kWarps = 32;      // warps of a CTA of node_scores: at least the number of candidates
+constexpr int kThreads = 1024;  // threads of a CTA of the other kernels
 constexpr int kMaxRows = kMaxTreeSize - 1;
-constexpr int kMaxKept = kMaxDraftDepth * kMaxRows;  // rows of all levels
+constexpr int kMaxKept = kMaxDraftDepth * kMaxRows;  // maximum number of rows of all levels
 constexpr int kMaxNodes = (kMaxDraftDepth - 1) * kMaxRows + kMaxRows * kMaxTopk;
 static_assert(kWarps >= kMaxTopk);
 

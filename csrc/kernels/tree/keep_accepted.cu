@@ -19,21 +19,21 @@ namespace {
 constexpr int kThreads = 128;
 
 struct KeepArgs {
-  void* pool;             // [planes, pages, heads, 64, vectors]
+  void* pool;             // [planes, pages, heads, 64, 16-byte vectors]
   const int* page_table;  // [slots, max_pages]
   const int* seq_slots;   // [B]
   const int* lengths;     // [slots]
   Accepted accepted;
   int64_t plane_vectors;
   int num_heads;
-  int row_vectors;  // of an entry of one head
+  int row_vectors;  // 16-byte vectors in the entry of one head
   int max_pages;
   int num_nodes;
-  int num_row_ctas;        // planes * heads
-  const uint4* hidden;     // [B N, vectors]
-  uint4* accepted_hidden;  // [slots (D + 1), vectors]
-  int hidden_vectors;      // 16-byte vectors of a row of hidden states
-  int hidden_ctas;         // CTAs of such a row
+  int num_row_ctas;        // number of CTAs that move entries: planes * heads
+  const uint4* hidden;     // [B N, 16-byte vectors]
+  uint4* accepted_hidden;  // [slots (D + 1), 16-byte vectors]
+  int hidden_vectors;      // 16-byte vectors in a row of hidden states
+  int hidden_ctas;         // number of CTAs that move one row of hidden states
 };
 
 // ---- kernels
@@ -108,7 +108,7 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
                 .num_heads = p.num_heads,
                 .max_pages = p.max_pages,
                 .num_nodes = p.num_nodes};
-  bool moves_words = false;  // scales of an fp8 cache
+  bool moves_words = false;  // true for the scales of an fp8 cache
   // A tree with only a root needs no move.
   if (p.num_nodes > 1 && !p.pool.empty()) {
     const int64_t row_bytes = p.width * size_of(p.pool.dtype());

@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(kMaxTreeSize)
 // ---- pair_scores
 
 constexpr int kPairWarps = 8;
-constexpr int kHeld = kMaxTopk / kPairWarps;  // rows that a warp loads, and predecessors it scores
-constexpr int kVecs = 32;                     // of 8 elements: the part of a row that is staged
+// Rows that a warp loads, and also predecessors that it scores.
+constexpr int kHeld = kMaxTopk / kPairWarps;
+constexpr int kVecs = 32;  // vectors of 8 elements in the part of a row that is staged
 
 // The target's id of a candidate; -1: none.
 __device__ __forceinline__ int target_id(const PairScoresParams& p, int candidate) {
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
     parents[i] = depth == 0 ? p.next_tokens[p.seq_slots[seq]]
                             : target_id(p, candidates[min(row, k - 1) - k]);
   }
-  float dots[kHeld] = {};  // of predecessor warp + i kPairWarps and successor `lane`
+  float dots[kHeld] = {};  // dot products of successor `lane` with predecessors warp + i kPairWarps
   for (int first = 0; first < rank; first += 8 * kVecs) {
     const int num_vecs = min(kVecs, (rank - first) / 8);
     const int element = first + 8 * min(lane, num_vecs - 1);
@@ -153,17 +154,18 @@ __global__ void __launch_bounds__(32 * kPairWarps)
 
 // ---- lattice_tree
 
-constexpr int kFrontier = 2 * kMaxTreeSize;  // entries: each node adds a sibling and a child
+// Maximum number of entries: each node adds a sibling and a child.
+constexpr int kFrontier = 2 * kMaxTreeSize;
 
 // A node that may be added next.
 struct Entry {
-  float score;         // of its path
-  float own;           // its score below its parent
-  float parent_score;  // of the parent's path
+  float score;         // score of the path to the candidate
+  float own;           // score of the candidate below its parent
+  float parent_score;  // score of the path to the parent
   int depth, candidate, parent_candidate;
-  int parent;     // node number
-  bool on_path;   // its parent is on the greedy path
-  bool is_first;  // it is the best below its parent
+  int parent;     // number of the parent's node
+  bool on_path;   // the parent is on the greedy path
+  bool is_first;  // the candidate is the best below its parent
 };
 
 // The best candidate at `depth` below `parent`, of those that come after `last` (null: of all), and

@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr float kNone = -INFINITY;
-constexpr int kMaxKeys = kMaxDraftDepth * kMaxLatticeTopk;  // of a sequence
+constexpr int kMaxKeys = kMaxDraftDepth * kMaxLatticeTopk;  // maximum number of keys of a sequence
 constexpr int kKeysPerLane = (kMaxKeys + 31) / 32;
 
 // ---- kernels
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(32 * kMaxLatticeTopk)
   ptx::pdl_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
   const int num_keys = depth * topk, width = head_dim * gridDim.y;
-  const int64_t first = int64_t{blockIdx.z} * num_keys;  // row of the sequence
+  const int64_t first = int64_t{blockIdx.z} * num_keys;  // first row of the sequence
   const int64_t own = first + blockIdx.x * topk + warp;
   const T* const heads = qkv + head * head_dim;
   float* const query = shared + warp * (head_dim + num_keys);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(32 * kMaxLatticeTopk)
   float squares = 0;
   for (int i = lane; i < size; i += 32) squares += above[i] * above[i];
   const float norm = fmaxf(sqrtf(warp_reduce(squares, Sum{})), eps);
-  float logit = kNone;  // of candidate `lane`
+  float logit = kNone;  // logit of candidate `lane`
   if (is_root || candidates[row - topk + warp] >= 0) {
     for (int b = 0; b < topk; ++b) {
       const float* const below = factors + (row + b) * 2 * size + size;

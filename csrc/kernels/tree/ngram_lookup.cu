@@ -16,7 +16,7 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBatch = 8;  // loads in flight
+constexpr int kBatch = 8;  // loads of a thread that are in flight
 
 // ---- kernels
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
     return i < length ? history[i] : i == length ? p.next_tokens[slot] : chain[i - length - 1];
   };
 
-  bool has_gap = false;  // the given part of the chain has an unused token
+  bool has_gap = false;  // an unused token lies in chain[b, 0 .. first)
   for (int i = thread; i < p.first; i += kThreads) has_gap = has_gap || chain[i] < 0;
   if (thread < min(p.max_ngram, size)) tail[thread] = token_at(size - 1 - thread);
   has_gap = __syncthreads_or(has_gap);

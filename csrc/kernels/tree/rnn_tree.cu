@@ -17,21 +17,22 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kWarps = 32;
-constexpr int kRows = 4;                     // of W that a warp multiplies at once
-constexpr int kFrontier = 2 * kMaxTreeSize;  // entries: each node adds a sibling and a child
+constexpr int kRows = 4;  // rows of W that a warp multiplies at a time
+// Maximum number of entries: each node adds a sibling and a child.
+constexpr int kFrontier = 2 * kMaxTreeSize;
 
 struct Node {
-  int number;  // 0: the root; -1: none
+  int number;  // number of the node; 0: the root; -1: no node
   int parent, token;
-  int depth;  // tokens of its path
+  int depth;  // tokens of the path to the node
   float score;
 };
 
 // A candidate that may be added next, below a node.
 struct Entry {
-  float score;         // of its path
-  float own;           // its score below its parent
-  float parent_score;  // of the parent's path
+  float score;         // score of the path to the candidate
+  float own;           // score of the candidate below its parent
+  float parent_score;  // score of the path to the parent
   int depth, candidate, parent;
 };
 
@@ -40,7 +41,7 @@ struct Arrays {
   const T *weight, *predecessors, *successors;
   const float* inputs;
   float* states;
-  int rank, columns;  // columns of `weight`
+  int rank, columns;  // r, and the number of columns of `weight`
 };
 
 // z = W's first 2 r columns times x [2 r], plus `inputs`; z has 3 r values.

@@ -27,7 +27,7 @@ constexpr int keys_of_thread(int num_keys) { return (num_keys + kThreads - 1) / 
 
 struct Ranking {
   uint64_t found[kMaxTreeSize];
-  uint64_t best[kMaxTreeSize];  // in descending order
+  uint64_t best[kMaxTreeSize];  // the best keys in descending order
   int num_found;
 };
 

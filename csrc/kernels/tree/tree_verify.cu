@@ -98,8 +98,8 @@ __device__ int walk_candidates(const AcceptTreeParams& p, int seq, const SlotSto
                                Walk& walk, bool& finished) {
   constexpr unsigned kNone = ~0u;
   const LaneNodes nodes(p, seq, lane);
-  unsigned order[2];               // children of a node in the order of preference; kNone: rejected
-  bool is_first[2], is_second[2];  // the token is this candidate of the parent
+  unsigned order[2];  // children of a node in the order in which they are accepted; kNone: rejected
+  bool is_first[2], is_second[2];  // the child's token is the parent's first or second candidate
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int node = i * 32 + lane;

@@ -53,7 +53,7 @@ class DFlash2Drafter : public BlockDrafter {
   LinearMethod* gate_;
   int64_t num_rows_of_gates_ = 0;
   MemoryPlan::Id gates_id_ = 0;
-  Tensor gates_;  // [max_seqs D, r]
+  Tensor gates_;  // [max_seqs D, r]: gates of pair_scores
 };
 
 REGISTER_DRAFTER("dflash2", DFlash2Drafter);

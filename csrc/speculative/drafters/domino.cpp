@@ -213,18 +213,19 @@ class DominoDrafter : public BlockDrafter {
     return moving;
   }
 
-  const int64_t state_size_, projection_size_;  // G, P
+  const int64_t state_size_, projection_size_;  // sizes G and P
   MemoryPlan::Id from_input_id_ = 0, from_state_id_ = 0, projection_id_ = 0, successors_id_ = 0,
                  padded_id_ = 0, arrays_id_ = 0, states_id_ = 0, embedded_id_ = 0, gates_id_ = 0,
                  hidden_id_ = 0;
-  Tensor from_input_, from_state_;  // of the GRU: [3 G, H], [3 G, G]
+  Tensor from_input_, from_state_;  // weights of the GRU: [3 G, H] and [3 G, G]
   Tensor projection_, successors_;  // W1 [P, H + G], W2 [V, P]
   // Rows for `nodes` nodes of all sequences, and for positions, max_seqs D.
-  Tensor padded_;                             // [positions + nodes, H + G]
-  Tensor hidden_;                             // [positions + nodes, P]: W1 times these rows
-  Tensor states_;                             // [max_seqs + 2 nodes, G]
-  Tensor embedded_, gates_;                   // [nodes, H], [2 nodes, 3 G]
-  int *roots_ = nullptr, *tokens_ = nullptr;  // [max_seqs] the roots, a chain's chosen tokens
+  Tensor padded_;            // [positions + nodes, H + G]
+  Tensor hidden_;            // [positions + nodes, P]: W1 times these rows
+  Tensor states_;            // [max_seqs + 2 nodes, G]
+  Tensor embedded_, gates_;  // [nodes, H] and [2 nodes, 3 G]
+  // [max_seqs] each: the roots, and a chain's chosen tokens.
+  int *roots_ = nullptr, *tokens_ = nullptr;
   NodeRows nodes_;
   int* state_rows_ = nullptr;  // [nodes]
   float* scores_ = nullptr;    // [nodes, K]

@@ -192,9 +192,10 @@ class DSparkDrafter : public BlockDrafter {
   int64_t num_gates_ = 0;
   MemoryPlan::Id joint_id_ = 0, bias_id_ = 0, left_id_ = 0, right_id_ = 0, table_id_ = 0,
                  index_id_ = 0, gates_id_ = 0, padded_id_ = 0, inputs_id_ = 0, states_id_ = 0;
-  Tensor joint_, bias_;   // G [r, H + r], [r]; of an rnn [3 r, 2 r + H], [3 r]
-  Tensor left_, right_;   // columns of G for h [r, H] and for W1[a] [r, r]
-  Tensor table_, gates_;  // [V, r], [max_seqs D, r]
+  Tensor joint_, bias_;  // G [r, H + r] and its bias [r]; of an rnn, [3 r, 2 r + H] and [3 r]
+  // The columns of G that multiply h [r, H], and those that multiply W1[a] [r, r].
+  Tensor left_, right_;
+  Tensor table_, gates_;  // [V, r] and [max_seqs D, r]
   // Only for an rnn. padded_: rows [0; 0; h] of 2 r + H values. inputs_: joint_ times these rows.
   // states_: of nodes.
   Tensor padded_, inputs_, states_;

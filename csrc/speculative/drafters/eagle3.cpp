@@ -181,19 +181,21 @@ class Eagle3Drafter : public HeadDrafter {
 
   LinearMethod* fc_;
   const std::vector<int> target_layers_;
-  const bool norm_output_;    // EAGLE-3.1: the recycled state is normed
-  const bool norm_residual_;  // the residual stream is normed
+  const bool norm_output_;    // EAGLE-3.1: the recycled state has a norm
+  const bool norm_residual_;  // the residual stream has a norm
   HeadParts::Layer layer_;
   RmsNorm *embed_norm_, *hidden_norm_, *mlp_norm_, *final_norm_;
-  RmsNorm* all_norm_ = nullptr;        // of fc's whole input; may be null
-  std::vector<RmsNorm*> each_norm_{};  // of each auxiliary hidden state; may be empty
-  Pass pass_, alternate_pass_;  // the layer, with the residual stream in one buffer or the other
+  RmsNorm* all_norm_ = nullptr;  // norm of fc's whole input; null: there is none
+  // A norm for each auxiliary hidden state; empty: there are none.
+  std::vector<RmsNorm*> each_norm_{};
+  // Both run the layer. They have the residual stream in different buffers.
+  Pass pass_, alternate_pass_;
   MemoryPlan::Id gathered_id_ = 0, alternate_id_ = 0, normed_id_ = 0, rows_id_ = 0;
   int64_t num_gathered_ = 0, num_recycled_ = 0;
   Tensor gathered_;          // [T, layers * H]
   Tensor normed_inputs_;     // [T, layers * H]
-  int* rows_ = nullptr;      // [layers, T] rows of the hidden states of one layer
-  Tensor alternate_hidden_;  // [max_seqs * k, H] for every second level
+  int* rows_ = nullptr;      // [layers, T]: rows of the hidden states of each layer
+  Tensor alternate_hidden_;  // [max_seqs * k, H]: hidden states of every second level
 };
 
 REGISTER_DRAFTER("eagle3", Eagle3Drafter);

@@ -115,8 +115,8 @@ class FillDrafter : public Drafter {
   MemoryPlan::Id buffer_id_ = 0;
   char* buffer_ = nullptr;
   int64_t num_bytes_ = 0;
-  Draft filled_;               // [B, N - 1]
-  FillRates rates_;            // of all sequences
+  Draft filled_;               // [B, N - 1]: the filled drafts
+  FillRates rates_;            // rates that all sequences share
   FillPath* paths_ = nullptr;  // [slots]
 };
 

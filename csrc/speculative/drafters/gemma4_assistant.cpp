@@ -60,7 +60,7 @@ class Gemma4Assistant : public BeamDrafter {
             BlockConfig{.spec = model(),
                         .params = layer[block].params,
                         .prefix = prefix,
-                        .scope = "",  // of the target, whose keys are read
+                        .scope = "",  // the scope of the target, whose keys are read
                         .phase = phases[block]}));
       }
     }
@@ -139,7 +139,8 @@ class Gemma4Assistant : public BeamDrafter {
     pass_.cut(HeadParts::cut_target(ctx));
   }
 
-  void prefill(const Context&, const DraftPrompt&) override {}  // it keeps nothing of a prompt
+  // The draft keeps nothing of a prompt.
+  void prefill(const Context&, const DraftPrompt&) override {}
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
     const int k = width_of(batch.shape);
@@ -241,10 +242,10 @@ class Gemma4Assistant : public BeamDrafter {
   int64_t max_rows_ = 0;
   MemoryPlan::Id rows_id_ = 0, both_id_ = 0, hidden_id_ = 0, normed_id_ = 0, branch_id_ = 0,
                  recycled_id_ = 0, part_id_ = 0;
-  Tensor both_;                      // [B k, 2 H] H: of the target
-  Tensor hidden_, normed_, branch_;  // [B k, h]
-  Tensor part_;                      // [B k, h] of a sum over ranks
-  Tensor recycled_;                  // [B k, H]
+  Tensor both_;  // [B k, 2 H]: embeddings and hidden states; H is the target's hidden size
+  Tensor hidden_, normed_, branch_;  // [B k, h] each
+  Tensor part_;                      // [B k, h]: this rank's part of a sum over ranks
+  Tensor recycled_;                  // [B k, H]: hidden states for the next level
 };
 
 REGISTER_DRAFTER("gemma4_assistant", Gemma4Assistant);

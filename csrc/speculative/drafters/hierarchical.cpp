@@ -162,8 +162,8 @@ class HierarchicalDrafter : public ModelDrafter {
   Sampler sampler_;
   SpeculativeStep inner_;
   MemoryPlan::Id rows_id_ = 0;
-  int *rows_ = nullptr, *slot_rows_ = nullptr;  // [B, max_path] of begin_inner
-  int* chain_ = nullptr;                        // [B, M]
+  int *rows_ = nullptr, *slot_rows_ = nullptr;  // [B, max_path] each, written by begin_inner
+  int* chain_ = nullptr;                        // [B, M]: the drafts
   InnerCounts* counts_ = nullptr;               // [B]
 };
 

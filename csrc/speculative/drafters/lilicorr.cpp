@@ -139,8 +139,8 @@ class LiLiCorrDrafter : public BlockDrafter {
   // Tensors of the checkpoint that are stacked by rows in one engine tensor. If `columns` is 0,
   // they are vectors.
   struct Weight {
-    std::vector<std::string> parts;  // names after "lilicorr."
-    int64_t rows = 0;                // of a part
+    std::vector<std::string> parts;  // names of the parts, without "lilicorr."
+    int64_t rows = 0;                // number of rows of each part
     int64_t columns = 0;
     Tensor* tensor;
     MemoryPlan::Id id = 0;
@@ -303,12 +303,12 @@ class LiLiCorrDrafter : public BlockDrafter {
   MemoryPlan::Id context_id_ = 0, embedded_id_ = 0, x_id_ = 0, normed_id_ = 0, wide_id_ = 0,
                  passed_id_ = 0, anchors_id_ = 0, factors_id_ = 0, anchor_factors_id_ = 0,
                  pairs_id_ = 0;
-  Tensor context_;         // [max_seqs, H] the context row of each sequence's last cached token
-  Tensor embedded_;        // [R, H] of all candidates
-  Tensor x_, normed_;      // [R, N]
+  Tensor context_;         // [max_seqs, H]: the context row of each sequence's last cached token
+  Tensor embedded_;        // [R, H]: embeddings of all candidates
+  Tensor x_, normed_;      // [R, N] each
   Tensor wide_;            // [R max(3 N, inner)]: features, qkv, MLP, inputs of the factors
   Tensor passed_;          // [max_seqs D, N]
-  Tensor anchors_;         // [2 max_seqs, N]: before the norm, after it
+  Tensor anchors_;         // [2 max_seqs, N]: anchors before the norm, then after it
   Tensor factors_;         // [R, 2 F] float32
   Tensor anchor_factors_;  // [max_seqs, F] float32
   float* pairs_ = nullptr;

@@ -166,8 +166,8 @@ class MtpModules : public EagleHead {
   const bool chain_hidden_;
   MemoryPlan::Id rows_id_ = 0, last_id_ = 0;
   MtpRows rows_;
-  int* shifted_ids_ = nullptr;  // [T] of a prompt chunk
-  Tensor last_hidden_;          // [max_seqs k, H] of each branch's last row
+  int* shifted_ids_ = nullptr;  // [T]: shifted ids of a prompt chunk
+  Tensor last_hidden_;          // [max_seqs k, H]: hidden state of the last row of each branch
 };
 
 REGISTER_DRAFTER("mtp_modules", MtpModules);

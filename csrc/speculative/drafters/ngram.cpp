@@ -44,7 +44,7 @@ class NgramDrafter : public ChainDrafter {
   const int min_ngram_, max_ngram_;
   const std::string scope_;
   MemoryPlan::Id chain_id_ = 0;
-  int* chain_ = nullptr;  // [B, M]
+  int* chain_ = nullptr;  // [B, M]: the drafts
 };
 
 REGISTER_DRAFTER("ngram", NgramDrafter);

@@ -19,7 +19,7 @@ constexpr int kThreads = kPackedRows;
 
 struct PackArgs {
   PartRows part;
-  const uint8_t* codes;  // [rows, k]
+  const uint8_t* codes;  // [rows, k], 1 byte each
   const float* scales;
   int k, rows_per_scale, scale_columns, scale_rows;
   int64_t k_per_scale;

@@ -51,7 +51,7 @@ __device__ float number_at(const DequantizeArgs& p, const char* block, int row, 
   } else {
     code = bytes[byte_place(row, k)];
   }
-  const int at = row * p.groups + k * p.groups / kPackedK;  // of the group
+  const int at = row * p.groups + k * p.groups / kPackedK;  // index of the group
   switch (layout.codes) {
     case Codes::kInt8: {
       const char* scale = extra + 2 * at;

@@ -18,14 +18,14 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = kPackedRows;
-constexpr int kSharedRows = 8;  // rows that share a float32 scale
-constexpr int kMaxGroups = 8;   // of a row of a block
+constexpr int kSharedRows = 8;  // rows of W that share a float32 scale
+constexpr int kMaxGroups = 8;   // maximum number of groups in a row of a weight block
 
 struct PackArgs {
   PartRows part;
   const uint8_t* codes;
-  const uint8_t* scales;  // [rows, k / group]
-  const float* factor;    // null: 1
+  const uint8_t* scales;  // [rows, k / group], 1 byte each
+  const float* factor;    // multiplies or divides all scales; null: 1
   int k, group, most;
   bool divides, powers;
   int64_t code_bytes;

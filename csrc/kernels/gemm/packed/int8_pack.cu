@@ -23,9 +23,9 @@ struct PackArgs {
   PartRows part;
   const uint8_t* codes;
   const uint16_t* scales;
-  const uint8_t* zeros;  // null: all are 128
+  const uint8_t* zeros;  // zero points; null: all are 128
   int k, zero_offset;
-  int groups, block_groups;  // scales of a row: in the file, in a block
+  int groups, block_groups;  // number of scales of a row: in the file, and in a weight block
   int64_t k_per_scale;
   bool words, is_signed, one_scale;
 

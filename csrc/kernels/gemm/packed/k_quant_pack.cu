@@ -22,7 +22,7 @@ struct PackArgs {
   PartRows part;
   const uint8_t* codes;
   const uint8_t* records;
-  const uint8_t* min_records;  // null: no minimum
+  const uint8_t* min_records;  // records of the minima; null: W has no minima
   int k, k_blocks, record_bytes;
   int64_t code_bytes;
 };

@@ -9,7 +9,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-struct MappedMmaSync : MmaSync {  // rows of x by TMA
+struct MappedMmaSync : MmaSync {  // as MmaSync, but TMA copies the rows of x
   static constexpr bool kTensorMap = true;
 };
 template <int kGroups>

@@ -40,18 +40,18 @@ struct PackArgs {
   char* blocks;
   const uint32_t* q;
   const uint16_t* scales;
-  const uint32_t* zeros;  // null: no zero points
+  const uint32_t* zeros;  // null: W has no zero points
   Int4Format format;
-  int words;                    // int32 words in q's second dimension
-  int groups;                   // groups of scales in the file
-  int k_per_scale;              // k that share a scale in the file; not used if `groups` is 1
-  int block_groups;             // scales of a row of a block
-  bool by_channel;              // Marlin has another permutation of channel-wise scales
-  int n, k;                     // of the part
-  int gated_rows;               // N of a gated W, else 0
-  int first_row_block;          // the first of the grid
-  int first_row, end_row;       // rows to write
-  int first_k_block, k_blocks;  // of W
+  int words;                    // number of int32 words in q's second dimension
+  int groups;                   // number of groups along K in the file
+  int k_per_scale;              // inputs that share a scale in the file; not read if `groups` is 1
+  int block_groups;             // number of scales in a row of a weight block
+  bool by_channel;              // scales are channel-wise: Marlin permutes them in another way
+  int n, k;                     // size of the part
+  int gated_rows;               // N of a gated W; 0: W is not gated
+  int first_row_block;          // number of the grid's first row block
+  int first_row, end_row;       // rows to write: [first_row, end_row)
+  int first_k_block, k_blocks;  // number of the part's first k block; number of all k blocks of W
   int64_t block_bytes;
 };
 
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) int4_pack_kernel(const __grid_consta
 struct QuantizeArgs {
   char* blocks;
   const void* x;     // [rows, K]
-  const int* index;  // [N] or null
+  const int* index;  // [N] row numbers of x; null: no index
   int n, k, k_blocks, planes;
   int64_t block_bytes;
   bool bf16_scales, gated;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const char* block = block_of(p.planes - 1);
   const int at = warp_tile % kWarpTiles * kWarpTileBytes + lane * 16;
-  uint4 words[4], high_words[4];  // two k steps each
+  uint4 words[4], high_words[4];  // nibbles of two k steps each
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * kPairBytes);
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kThreads)
       high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
-  float scales[kGroups][4];  // rows g, g + 8, g + 16, g + 24
+  float scales[kGroups][4];  // scales of rows g, g + 8, g + 16 and g + 24
   int zeros[kGroups][4];
 #pragma unroll
   for (int i = 0; i < 4 * kGroups; ++i) {
