@@ -151,7 +151,7 @@ class BenchOptions:
 
     @property
     def lengths(self) -> list[int]:
-        """`contexts` as numbers."""
+        """Returns the context lengths that `contexts` names."""
         if self.contexts is None:
             return list(NEEDLE_LENGTHS) if self.needle else [1024]
         return [int(part) for part in self.contexts.split(",")]

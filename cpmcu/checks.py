@@ -103,7 +103,7 @@ def truth(name: str, value: Any) -> None:
 
 
 def as_float32(value: float) -> float:
-    """The nearest float32; infinity beyond the range of float32."""
+    """Returns the nearest float32; beyond the range of float32, infinity."""
     try:
         return float(struct.unpack("f", struct.pack("f", float(value)))[0])
     except OverflowError:

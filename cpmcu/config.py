@@ -339,7 +339,7 @@ class EngineConfig(SparseOptions):
 
     @property
     def speculation(self) -> SpeculativeConfig:
-        """`speculative_config` after parsing."""
+        """The options that `speculative_config` gives, parsed."""
         assert isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 
 def add(a: int, b: int) -> int:
-    """The sum."""
+    """Returns the sum of two numbers."""
     return a + b
 
 

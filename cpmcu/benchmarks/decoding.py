@@ -41,12 +41,12 @@ class Timing:
 
     @property
     def step_ms(self) -> float:
-        """The median window."""
+        """Milliseconds of a step in the median window."""
         return statistics.median(self.windows_ms)
 
     @property
     def spread_ms(self) -> float:
-        """Slowest minus fastest window."""
+        """Milliseconds of a step in the slowest window minus those in the fastest."""
         return max(self.windows_ms) - min(self.windows_ms)
 
 

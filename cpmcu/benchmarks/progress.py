@@ -44,7 +44,7 @@ class BenchProgress:
 
     @contextlib.contextmanager
     def prefill(self, context: int) -> Iterator[None]:
-        """The first passes over `context` tokens, which `read` reports."""
+        """Shows the progress of the first passes over `context` tokens, which `read` reports."""
         self._reads_prompt = True
         self._bar = PrefillProgressBar(plain=False) if self._shows else None
         if self._bar is not None:

@@ -44,7 +44,7 @@ def check_complete(
 
 
 def model_shapes(fields: SpecFields) -> dict[str, Shape]:
-    """Name -> shape of all tensors of a model."""
+    """Returns the name and shape of each tensor of a model."""
     table = (fields.vocab_size, fields.hidden_size)
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": table}
     for layer in range(fields.num_hidden_layers):

@@ -128,7 +128,7 @@ class Layer:
         return x * torch.rsqrt(mean_square + self.fields.rms_norm_eps) * (weight + offset)
 
     def _heads(self, x: Tensor, part: str, rotate: bool) -> Tensor:
-        """[B, heads, T, D] of q, k or v."""
+        """Returns q, k or v as [B, heads, T, D]."""
         found = self._project(x, f"self_attn.{part}_proj")
         found = found.reshape(*found.shape[:-1], -1, self.fields.head_dim)
         if f"self_attn.{part}_norm.weight" in self.weights:
@@ -146,7 +146,7 @@ class Layer:
         return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
     def _attention(self, x: Tensor) -> Tensor:
-        """The input of o_proj, [B, T, heads * D]."""
+        """Returns the input of o_proj [B, T, heads * D]."""
         q = self._heads(x, "q", rotate=True)
         group = self.fields.num_attention_heads // self.fields.num_key_value_heads
         k = self._heads(x, "k", rotate=True).repeat_interleave(group, dim=1)

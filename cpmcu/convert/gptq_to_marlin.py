@@ -73,7 +73,7 @@ _PARTS = ("qweight", "scales", "qzeros", "g_idx")
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """The quantization_config of the source."""
+    """What the source's quantization_config says."""
 
     group_size: int  # inputs that share a scale: GROUP_SIZE or CHANNEL_WISE
     zeros_version: int  # how zero points z are stored: 1: as z - 1; 2 ("gptq_v2"): as z
@@ -354,7 +354,7 @@ def _fc_slices(checkpoint: Checkpoint, fc: _Linear, quant: _Format) -> list[_Sli
 def _pack(
     checkpoint: Checkpoint, module: str, slices: Sequence[_Slice], quant: _Format
 ) -> Iterator[NewTensor]:
-    """qweight and scales of one layer of the output."""
+    """Returns qweight and scales of one layer for the output."""
     k, n = slices[0].num_k, sum(part.n for part in slices)
     if slices[0].n % _ALIGN_N:
         raise ValueError(f"{module} has {slices[0].n} outputs, expected a multiple of {_ALIGN_N}")

@@ -190,7 +190,7 @@ def _open(path: Path, options: QuantizeOptions) -> _Source:
 
 
 def _sizes(model: _Source) -> dict[str, tuple[int, int]]:
-    """Module -> (N, K)."""
+    """Returns the size (N, K) of each module."""
     tensors = model.checkpoint.tensors
     shapes = {module: tensors[f"{module}.weight"].meta.shape for module in model.modules}
     return {module: (shape[0], shape[1]) for module, shape in shapes.items()}

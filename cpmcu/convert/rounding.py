@@ -47,7 +47,7 @@ class Quantized:
     bits: int = 4
 
     def dequantize(self) -> Tensor:
-        """W, float32 [N, K]."""
+        """Returns the weights that the codes stand for, float32 [N, K]."""
         scales = self.scales.float().repeat_interleave(self.group, dim=0)[: len(self.q)]
         return ((self.q.float() - (1 << self.bits - 1)) * scales).T.contiguous()
 

@@ -114,7 +114,7 @@ def _is_in_target(drafter: Drafter) -> bool:
 
 
 def _files_of(directory: Path, target: TargetModel) -> DraftFiles | None:
-    """The target's checkpoint as that of a draft."""
+    """Returns the target's checkpoint as the files of a draft that lies in it."""
     if target.checkpoint is None:
         return None
     return DraftFiles(directory, target.config, target.checkpoint)

@@ -40,7 +40,7 @@ class DraftFiles:
 
     @property
     def tensors(self) -> dict[str, TensorMeta]:
-        """Name -> dtype and shape."""
+        """Dtype and shape of each tensor, by name."""
         return {name: stored.meta for name, stored in self.checkpoint.tensors.items()}
 
 

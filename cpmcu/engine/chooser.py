@@ -133,7 +133,7 @@ class ShapeChooser:
         self._budget = min(self._budget + earned, MOST_BUDGET)
 
     def forget_text(self) -> None:
-        """A new sequence begins: earlier acceptance gets less weight."""
+        """Gives earlier acceptance less weight, because a new sequence begins."""
         self._tokens.forget(NEW_TEXT)
         self._lost = 0.0
         if self._plan is not None:
@@ -159,7 +159,7 @@ class ShapeChooser:
         return False
 
     def _make_plan(self, num_seqs: int) -> _Plan | None:
-        """None until a plain step has been timed."""
+        """Returns a new plan; None until a plain step has been timed."""
         plain = self._times.plain(num_seqs)
         if plain is None or not self._times.knows_plain(num_seqs):
             return None

@@ -363,7 +363,7 @@ def _can_roll_back(matcher: Any) -> bool:
 
 
 def _why(grammar: Grammar, reason: str) -> str:
-    """Why a grammar cannot be used. `reason`: llguidance's message."""
+    """Returns why a grammar cannot be used. `reason`: llguidance's message."""
     if not reason.startswith(_NO_TEXT):
         return _sentence(reason)
     reference = endless_reference(grammar.source) if grammar.kind == "json_schema" else None

@@ -99,7 +99,7 @@ class Lease:
             self._cache.sent(self._found.prefix, self.slot, num_tokens)
 
     def wrote(self, num_tokens: int) -> None:
-        """Prefill steps have written the first `num_tokens` tokens."""
+        """Tells the cache that prefill steps have written the first `num_tokens` tokens."""
         if self._found is not None:
             self._cache.publish(self._found.prefix, self.slot, num_tokens)
 

@@ -74,7 +74,7 @@ class SwapSpace:
         self.forget(swapped)
 
     def forget(self, swapped: Swapped) -> None:
-        """The blocks are free again."""
+        """Frees the blocks."""
         for host, (_, blocks) in zip(self._hosts, swapped.groups):
             for block in blocks:
                 host.give(block)

@@ -220,7 +220,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """--help-all."""
+    """The action of --help-all."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)

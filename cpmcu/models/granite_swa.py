@@ -35,7 +35,7 @@ def build_granite_swa(config: Mapping[str, Any], options: BuildOptions) -> SpecF
 
 
 def _layer_thetas(reader: ConfigReader, num_layers: int) -> list[float | None]:
-    """None: the model's theta."""
+    """Returns the RoPE theta of each layer; None: the model's."""
     thetas = reader.config.get("layer_rope_theta")
     if thetas is None:
         return [None] * num_layers

@@ -156,7 +156,7 @@ def _experts(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _groups(reader: ConfigReader, experts: Mapping[str, Any]) -> dict[str, int]:
-    """The groups of experts; {}: all experts are candidates."""
+    """Returns the parameters of groups of experts; {}: all experts are candidates."""
     count = reader.positive_int("n_group", default=1)
     top_k = reader.positive_int("topk_group", default=1)
     if top_k > count:

@@ -24,7 +24,7 @@ _NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_
 
 
 class Format(enum.IntEnum):
-    """Int4Format of csrc/kernels/gemm/packed/int4_pack.h."""
+    """The values of Int4Format in csrc/kernels/gemm/packed/int4_pack.h."""
 
     GPTQ = 0
     GPTQ_V2 = 1

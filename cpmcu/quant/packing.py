@@ -44,7 +44,7 @@ def pack_gptq_8(q: U8) -> I32:
 
 
 def unpack_gptq(qweight: I32) -> U8:
-    """qweight [K / 8, N] -> q [K, N]."""
+    """Returns the codes [K, N] that qweight [K / 8, N] holds."""
     q: U8 = split_nibbles(qweight).swapaxes(1, 2).reshape(8 * qweight.shape[0], qweight.shape[1])
     return q
 
@@ -147,14 +147,14 @@ def _by_block(values: Array, n: int, k_blocks: int, fill: int) -> Array:
 
 
 def join_nibbles(nibbles: U8) -> I32:
-    """uint8 [..., 8] -> int32 [...]."""
+    """Packs eight nibbles, uint8 [..., 8], into each word of int32 [...]."""
     pairs = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
     words: I32 = np.ascontiguousarray(pairs).view("<i4")[..., 0]
     return words
 
 
 def split_nibbles(words: I32) -> U8:
-    """int32 [...] -> uint8 [..., 8]."""
+    """Returns the eight nibbles of each word: int32 [...] becomes uint8 [..., 8]."""
     pairs = np.ascontiguousarray(words)[..., None].view(np.uint8)
     nibbles = np.empty((*words.shape, 8), np.uint8)
     nibbles[..., 0::2] = pairs & 15

@@ -100,7 +100,7 @@ def _own_options(parts: Sequence[Part], common: LinearOptions) -> dict[str, Line
 
 
 def _dense(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
-    """Matrix of each module with plain weights -> "dense"."""
+    """Returns "dense" for the matrix of each module with plain weights."""
     dense = {
         name.removesuffix(".weight")
         for name, meta in tensors.items()

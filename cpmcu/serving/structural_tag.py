@@ -49,7 +49,7 @@ def to_grammar(
 
 
 def _triggered(value: Object) -> Object:
-    """The older form as a format."""
+    """Returns the format that the older form means."""
     tags = [
         {
             "begin": _text(structure, "begin"),
@@ -314,7 +314,7 @@ def _one_of(expressions: Sequence[str]) -> str:
 
 
 def _joined(pieces: Sequence[Piece]) -> str:
-    """One piece after the other, in Lark."""
+    """Returns one piece after the other in the notation of Lark."""
     return " ".join(
         f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
         for piece in pieces
@@ -327,7 +327,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A pattern of a text."""
+    """Returns a pattern that matches exactly this text."""
     return "".join(
         each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text
     )

@@ -155,7 +155,7 @@ def summary(load: str, streams: list[Stream], begin: float, end: float, engine: 
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """0 without values."""
+    """Returns the quantile of the values; 0 if there are none."""
     return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 

@@ -86,7 +86,7 @@ def microseconds(ctx: Any, body: Callable[[], None], launches: int = 1) -> float
 
 
 def read_bandwidth(ctx: Any, dtype: str) -> float:
-    """GB/s."""
+    """Returns the read bandwidth in GB/s."""
     n, k = 65536, 8192
     w = normal(ctx, [n, k], dtype)
     x, y = normal(ctx, [1, k], dtype), ops.Array(ctx, [1, n], dtype)

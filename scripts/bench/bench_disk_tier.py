@@ -60,7 +60,7 @@ class Bench:
             view[:] = os.urandom(4096) * (self.page_bytes // 4096)
 
     def open_tier(self) -> DiskTier:
-        """A tier as after a restart."""
+        """Returns a new disk tier over the same folder, as a restart makes it."""
         store = DiskStore(self.folder, FINGERPRINT, self.page_bytes, 1 << 40)
         tier = DiskTier(store)
         free = list(range(len(self.keys)))

@@ -69,7 +69,7 @@ def gated_attention_tensors(config: Config, prefix: str, branch: float) -> Itera
 
 
 def shared_expert_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
-    """The expert of all tokens and its gate."""
+    """Returns the tensors of the expert that all tokens use, and of its gate."""
     width = "shared_expert_intermediate_size"
     yield from mlp_tensors(config, f"{prefix}shared_expert.", branch, width)
     yield matrix(f"{prefix}shared_expert_gate.weight", 1, config["hidden_size"])

@@ -78,7 +78,7 @@ def mtp_pair_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSp
 
 
 def common_scores(num_experts: int, common: int) -> Array:
-    """The last two columns of a router."""
+    """Returns the last two columns of a router's weights."""
     columns = np.zeros((num_experts, 2))
     columns[:common, 0] = COMMON_SCORE / MARK
     return columns

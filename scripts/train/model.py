@@ -182,7 +182,7 @@ class Target:
         return Output(logits, hidden, aux_hidden, output.past_key_values)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean next-token cross-entropy, in nats."""
+        """Returns the mean cross-entropy of the next token, in nats."""
         logits = self.model(input_ids=ids, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -56,7 +56,7 @@ class Settings:
         return linear.in_features if self.group_size == -1 else self.group_size
 
     def to_hf(self) -> dict[str, Any]:
-        """quantization_config"""
+        """Returns the quantization_config."""
         return {
             "bits": 4,
             "checkpoint_format": "gptq",

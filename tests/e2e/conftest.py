@@ -62,7 +62,7 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def limited() -> Iterator[Server]:
-    """Small limits, keys, JSON logs."""
+    """A server with small limits, API keys and JSON logs."""
     flags = ["--max-queue", "4", "--max-num-seqs", "2", "--max-model-len", "128"]
     flags += ["--max-body-mib", "1", "--max-messages", "5", "--max-text-length", "2000"]
     flags += ["--api-key", "first", "--api-key", "second", "--log-format", "json"]

@@ -52,7 +52,7 @@ def told(scripted: Server, script: str, **fields) -> Message:
 
 
 def plain(message: Message) -> list[tuple]:
-    """(type, content) of each block."""
+    """Returns (type, content) of each block."""
     found = []
     for block in message.content:
         if block.type == "text":
@@ -372,7 +372,7 @@ def test_the_clients_runner_of_tools(scripted):
 
 
 def test_a_thread_is_not_kept(server):
-    """The client then sends all messages."""
+    """The server stores no conversation, so the client sends all messages each time."""
     thread = {"type": "continue", "previous_message_id": "msg_1"}
     with pytest.raises(anthropic.NotFoundError, match="keeps no threads: send all") as error:
         client(server).messages.create(**fields_of("x", extra_body={"thread": thread}))

@@ -32,7 +32,7 @@ def served() -> Iterator[Server]:
 
 @pytest.fixture
 def server(served: Server) -> Server:
-    """With an empty cache."""
+    """The server, with an empty prefix cache."""
     assert served.post("/reset_prefix_cache", None, Authorization="Bearer k").status_code == 200
     return served
 

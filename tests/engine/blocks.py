@@ -32,7 +32,7 @@ def tensor(*shape: int, seed: int) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Case:
-    """A draft, and what differs in its target."""
+    """A draft, and the keys that differ in its target's config."""
 
     kind: str
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def speculators(**keys: Any) -> dict[str, Any]:
 
 
 def write(directory: Path, case: Case) -> tuple[TinyCheckpoint, TinyCheckpoint]:
-    """The target and the draft."""
+    """Writes the target and the draft, and returns both."""
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 3, **case.target}
     target = write_tiny(directory / "target", case.family, seed=3, dtype=case.dtype, **sizes)
     tensors = {"extra": case.extra, "drop": case.drop, "rename": case.rename, "dtype": case.dtype}

@@ -189,7 +189,7 @@ class Models:
         return self.engine(family, {"draft_model_path": draft, **tree}, **config)
 
     def plain(self, family: str, ids: list[int], count: int, **fields: Any) -> list[int]:
-        """The tokens of the target without a drafter."""
+        """Returns the tokens that the target emits without a drafter."""
         key = (family, tuple(ids), repr(fields))
         known = self.expected.get(key, [])
         if len(known) < count:

@@ -22,7 +22,7 @@ PAGE = 64
 
 
 class Job:
-    """One request and what became of it."""
+    """One request and its results."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Watched(PrefixCache):
         return count
 
     def window_pages(self, group: int) -> list[int]:
-        """The pages of a group that the index has."""
+        """Returns the pages of a group that belong to entries of the index."""
         pages = [self._page(entry, group) for entry in self._index]
         return [page for page in pages if page >= 0]
 

@@ -33,7 +33,7 @@ def sparse_models(root: Path, device: str, kind: type[Models] = Models) -> Model
 
 
 def family_of(kind: str) -> str:
-    """The target of a kind of draft."""
+    """Returns the family of the target for a kind of draft."""
     return f"{FAMILY}_{W4_DRAFTS[kind][2]}" if kind in W4_DRAFTS else FAMILY
 
 

@@ -181,7 +181,7 @@ def test_ids_of_end_tokens_outside_the_vocabulary(bad: Path, file: str, ids: Any
     "fields", [{"temperature": "warm"}, {"top_p": 2.0}, {"top_k": 1.5}, {"min_p": [1]}]
 )
 def test_invalid_default_sampling(bad: Path, fields: dict[str, Any]) -> None:
-    """The values would be the defaults of every request."""
+    """Invalid values are refused: they would be the defaults of every request."""
     write_tiny(bad)
     (bad / "generation_config.json").write_text(json.dumps(fields))
     message = complaint(bad)

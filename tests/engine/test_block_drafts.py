@@ -204,7 +204,7 @@ def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_drafts_from_a_larger_vocabulary(kind: str, tmp_path: Path) -> None:
-    """More tokens than candidates; a whole block is drafted."""
+    """The vocabulary has more tokens than a position has candidates. A whole block is drafted."""
     sizes = {"vocab_size": 160}
     own: dict[str, Any] = {
         "dspark": {"draft_vocab_size": 72, "enable_confidence_head": False},

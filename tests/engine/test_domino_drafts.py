@@ -53,7 +53,7 @@ def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> Non
 
 
 def test_a_whole_block_of_a_larger_vocabulary(tmp_path: Path) -> None:
-    """More tokens than candidates."""
+    """The vocabulary has more tokens than a position has candidates."""
     pair = Pair(tmp_path, Case("domino", target={"vocab_size": 160}), SEVEN)
     for length in LENGTHS[1::2]:
         each = pair.run(text_of(length, 160), 4, shapes=[None, (7, 8)])

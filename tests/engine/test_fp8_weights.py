@@ -56,7 +56,7 @@ def test_chunks(tmp_path: Path, device: str) -> None:
     [("eagle", "wide"), ("eagle3", "chain"), ("model", "narrow"), ("ngram", "chain")],
 )
 def test_speculation_changes_no_token(models: Models, kind: str, tree: str) -> None:
-    """Target and draft in FP8."""
+    """Target and draft have FP8 weights."""
     family = "llama_fp8"
     drive = Drive(models.drafted(kind, family, TREES[tree]))
     for i, ids in enumerate(PROMPTS[2:6]):

@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(device: str) -> list[Any]:
-    """Each case alone, without speculation."""
+    """The output of each case when it runs alone, without speculation."""
     with load(device, {"no_speculation": True}) as llm:
         return [shown(llm.generate(prompt, params)) for prompt, params in CASES]
 

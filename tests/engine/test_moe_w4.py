@@ -87,7 +87,7 @@ def test_missing_expert(tmp_path: Path) -> None:
 
 
 def test_many_tensors_load_quickly(tmp_path: Path) -> None:
-    """More than ten thousand tensors: nothing takes quadratic time."""
+    """The load of more than ten thousand tensors has no part that takes quadratic time."""
     sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 8}
     tiny = tiny_moe(tmp_path, num_hidden_layers=7, hidden_size=64, head_dim=16, **sizes)
     weights = quantise(tiny.weights)

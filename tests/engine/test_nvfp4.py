@@ -144,7 +144,7 @@ def test_chunks(tmp_path: Path, device: str) -> None:
     [("eagle", "wide"), ("eagle3", "chain"), ("model", "narrow"), ("ngram", "chain")],
 )
 def test_speculation_changes_no_token(models: Models, kind: str, tree: str) -> None:
-    """Target and draft in NVFP4."""
+    """Target and draft have NVFP4 weights."""
     family = "llama_nvfp4mo"
     drive = Drive(models.drafted(kind, family, TREES[tree]))
     for i, ids in enumerate(PROMPTS[2:6]):

@@ -63,7 +63,7 @@ def test_any_shapes_in_any_order(models: Models, kind: str) -> None:
 @pytest.mark.parametrize("skips", [[True], [True, False], [False, True]], ids=repr)
 @pytest.mark.parametrize("kind", SOME_DRAFTS)
 def test_draft_that_skips_prompts(models: Models, kind: str, skips: list[bool]) -> None:
-    """All of a prompt, or every other chunk."""
+    """The drafter skips the whole prompt, or every other chunk of it."""
     family = family_of(kind)
     skipped = itertools.cycle(skips)
     drive = Drive(models.drafted(kind, family, TREES["wide"]), 2, skips=lambda: next(skipped))

@@ -102,7 +102,7 @@ def plain(device: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(plain: LLM) -> list[Any]:
-    """Each case alone, without speculation."""
+    """The output of each case when it runs alone, without speculation."""
     return [shown(plain.generate(prompt, params)) for prompt, params in CASES]
 
 

@@ -154,7 +154,7 @@ def test_logits_in_16_bits(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_key_heads_that_ranks_share(tmp_path: Path, device: str, num_ranks: int) -> None:
-    """One key head, and two for four ranks."""
+    """Two ranks share one key head; four ranks share two."""
     if device == "cuda" and C.device_count() < num_ranks:
         pytest.skip("too few GPUs")
     models = two_ranks(tmp_path, device, num_key_value_heads=num_ranks // 2)

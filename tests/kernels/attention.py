@@ -72,7 +72,7 @@ class Case:
         return array
 
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:
-        """qkv, the caches and the tokens of the step."""
+        """Returns qkv, the caches and the tokens of the step on the device."""
         k, v = (self.put_raw(device, self.cache(entries)) for entries in (self.k, self.v))
         qkv = self.qkv
         if self.gated:

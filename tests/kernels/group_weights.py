@@ -38,7 +38,7 @@ KINDS = (*FLOATS, *INTEGERS, *K_QUANTS)
 
 
 def whole(kind: str, k: int) -> int:
-    """K, or the next that this kind takes."""
+    """Returns K, or the next larger K that this kind of weights can have."""
     if kind not in K_QUANTS:
         return k
     return -(-k // 32) * 32 if kind == "q4_1" else -(-k // 256) * 256
@@ -150,7 +150,7 @@ class IntegerWeights:
 
     @property
     def group(self) -> int:
-        """How many k share a scale in weight blocks."""
+        """The number of inputs (k) that share a scale in weight blocks."""
         return min(self.size, 32)
 
     def put(self, device: str) -> Any:

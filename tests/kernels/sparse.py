@@ -76,7 +76,7 @@ class SparseCase(Case):
         return selection
 
     def blocks(self, device: str) -> np.ndarray:
-        """bool [T, Hkv, words * 64] of select_blocks."""
+        """Returns bool [T, Hkv, words * 64]: does select_blocks choose the block?"""
         qkv, _, _, rows = self.put(device)
         return as_bools(self.select(device, qkv, rows).numpy())
 
@@ -89,7 +89,7 @@ class SparseCase(Case):
         return super().params(device, qkv, k, v, rows)
 
     def key_planes(self, device: str) -> list[Any]:
-        """The cache of the keys."""
+        """Returns the key cache on the device."""
         return [self.put_raw(device, self.cache(self.k))]
 
 
@@ -102,7 +102,7 @@ class Fp8SparseCase(SparseCase):
         self.k, self.v = ([fp8.dequantised(rows) for rows in each] for each in (self.k, self.v))
 
     def key_planes(self, device: str) -> list[Any]:
-        """The codes and the scales of the keys."""
+        """Returns the codes and the scales of the key cache on the device."""
         return put_fp8(device, self, self.k)
 
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:

@@ -386,7 +386,7 @@ def check_by_position(device: str, case: Case, nodes: Sequence[int]) -> None:
 
 
 def trees(counts: list[int]) -> list[np.ndarray]:
-    """Wide trees and deep trees."""
+    """Returns wide trees and deep trees with these numbers of nodes."""
     rng = np.random.default_rng(len(counts))
     return [deep_tree(n) if i % 2 else random_tree(rng, n) for i, n in enumerate(counts)]
 

@@ -278,7 +278,7 @@ def test_fused_projections(device: str) -> None:
 
 @on_devices
 def test_a_prompt_may_follow_a_decoding_step(device: str) -> None:
-    """The prefill folds the pending tokens first."""
+    """The prefill first adds the pending tokens of the decode step to S."""
     layer = Layer(device, "bfloat16", SIZES[2])
     layer.prefill([1], [[0, 1, 2]])
     layer.run([1], [[3, 4, 5, 6]], [[-1, 0, 0, 2]])

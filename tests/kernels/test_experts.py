@@ -243,7 +243,7 @@ def test_a_pair_does_not_depend_on_the_others(device: str, dtype: str, gated: bo
 def w4_experts(
     device: str, num_experts: int, n: int, k: int, **variant: Any
 ) -> tuple[Floats, tuple[Any, dict[str, Any]]]:
-    """Dequantised [E, N, K], and the arguments of `grouped`."""
+    """Returns dequantised weights [E, N, K], and the arguments of `grouped`."""
     made = [Weights(k=k, n=n, seed=expert, **variant) for expert in range(num_experts)]
     blocks = np.stack([each.blocks.reshape(-1) for each in made])
     pad = np.zeros((num_experts, 256), np.uint8)  # experts may be further apart

@@ -29,7 +29,7 @@ class Grown(RandomCandidates):
         super().__init__(dtype, num_seqs, depth, topk, width, 2 / np.sqrt(width))
 
     def moving(self, seq: int, path: Path) -> Any:
-        """What the state after a path of tokens contributes."""
+        """Returns `moving` of gru_chain.h for the state after a path of tokens."""
         rng = np.random.default_rng([seq, *(token + 1 for token in path)])
         return rng.standard_normal(self.fixed.shape[1]).astype(np.float32)
 

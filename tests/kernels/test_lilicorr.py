@@ -99,7 +99,7 @@ def test_missing_log_probabilities_are_bounded(device: str) -> None:
 @on_lattices
 @pytest.mark.parametrize("num_biases", [1, 3])
 def test_states(device: str, dtype: str, lattice: Lattice, num_biases: int) -> None:
-    """More slots than positions."""
+    """The table has more slots than the lattice has positions."""
     drawn, width = Drawn(device, dtype, lattice), 264
     num_seqs, depth, topk = lattice
     x, hidden = drawn.draw(drawn.rows, width), drawn.draw(num_seqs * depth, width)
@@ -128,7 +128,7 @@ def test_a_bias_and_silu(device: str, dtype: str, rows: int, width: int) -> None
 @on_lattices
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (2, 40), (2, 256)])
 def test_attention(device: str, dtype: str, lattice: Lattice, heads: int, head_dim: int) -> None:
-    """More distances than those of this depth."""
+    """The table of biases has more distances than this depth needs."""
     drawn, width = Drawn(device, dtype, lattice), heads * head_dim
     num_seqs, depth, topk = lattice
     slots = depth + 3

@@ -21,7 +21,7 @@ class Case:
     """Sequences of many lengths, each with a grown draft, or with the next chunk of a prompt."""
 
     def __init__(self, num_seqs: int, window: int, topk: int = 0, shortest: int = 1) -> None:
-        """`topk` 0: a prompt."""
+        """Makes random sequences. `topk` 0: the rows are a prompt's."""
         rng = self.rng = np.random.default_rng([num_seqs, window, topk])
         self.window, self.topk, self.num_slots = window, topk, num_seqs + 3
         lengths = [shortest, 1, 2, window - 1, window, window + 1, 61, 64, 131]

@@ -48,7 +48,7 @@ def needs_sorted_gemm(device: str) -> None:
 
 
 def logits_of(experts: Ints, num_experts: int) -> Floats:
-    """[T, E]; a token's only expert is experts[t]."""
+    """Returns logits [T, E] by which token t gets the expert experts[t]."""
     return rounded(4.0 * (experts[:, None] == np.arange(num_experts)), "float32")
 
 

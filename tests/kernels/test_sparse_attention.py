@@ -149,7 +149,7 @@ def test_equal_scores_choose_the_lower_block(device: str, count: int) -> None:
 @on_devices
 @pytest.mark.parametrize("topk", [1, 2, 13])
 def test_no_best_blocks(device: str, topk: int) -> None:
-    """topk counts the first blocks."""
+    """topk counts the first blocks, too: a query gets topk blocks and the three of its window."""
     rule = Rule(init_blocks=1, window_size=192, topk=topk, dense_len=0)
     case = SparseCase(Step(lengths=[1000], counts=[1]), *HEADS, "float16", rule=rule)
     assert (case.blocks(device)[0].sum(axis=1) == topk + 3).all()
@@ -224,7 +224,7 @@ def test_one_launch_chooses_as_several(device: str, dtype: str) -> None:
 
 
 def check_attention(case: SparseCase, name: str, device: str) -> None:
-    """Against float64 over the blocks that select_blocks chose."""
+    """Compares with attention in float64 over the blocks that select_blocks chose."""
     found = get(case.run(name, device))
     blocks = case.blocks(device)
     wanted = np.empty_like(found)

@@ -37,7 +37,7 @@ NAMES = ["attention_decode", "attention_prefill"]
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 64), (7, 1, 128), (4, 4, 256)])
 def test_compressed_keys_of_a_prompt(device: str, dtype: str, heads: tuple[int, int, int]) -> None:
-    """On CUDA they have the bits of the CPU."""
+    """The compressed keys of CUDA have the bits of those of the CPU."""
     step = Step(lengths=[0, 0, 63, 64, 120, 130], counts=[1, 200, 1, 64, 8, 77])
     case = Fp8SparseCase(step, *heads, dtype)
     check_compressed(case, device, None, step.lengths, step.ends)
@@ -119,7 +119,7 @@ def test_the_published_rule(device: str, dtype: str, name: str) -> None:
 def test_tree_nodes_equal_plain_decoding(
     device: str, dtype: str, heads: tuple[int, int, int]
 ) -> None:
-    """Wide and deep trees, across dense_len and page edges."""
+    """The trees are wide or deep, and cross dense_len and the edges of pages."""
     counts = [40, 12, 33, 64]
     step = Step(lengths=[280, 370, 383, 1000], counts=counts, masks=trees(counts))
     check_by_position(device, Fp8SparseCase(step, *heads, dtype), range(0, step.num_rows, 5))

@@ -70,7 +70,7 @@ def test_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
 @on_devices
 @pytest.mark.parametrize("vocab_size", sizes(5002, 65538, 131072, small=1))
 def test_values_that_cluster(device: str, vocab_size: int) -> None:
-    """A few threads have most of the large values."""
+    """The large values lie so that a few threads read most of them."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((4, vocab_size))
     token = np.arange(vocab_size)

@@ -84,7 +84,7 @@ class NumpyBlock:
     # ---- what config.json says of each layer
 
     def window(self, layer: int) -> int:
-        """0: none."""
+        """The window of a layer in tokens; 0: none."""
         kinds = self._kinds or ["full_attention"] * self._num_layers
         if self.config.get("use_swa") and "sliding_attention" not in kinds:
             kinds = ["sliding_attention"] * self._num_layers
@@ -171,7 +171,7 @@ class NumpyBlock:
         return rows[self.first : self.first + self.depth]
 
     def logits(self, hidden: Array) -> Array:
-        """[T, V], or [T, draft vocabulary]."""
+        """Returns logits [T, V], or [T, draft vocabulary]."""
         own = self.weights.get("lm_head.weight")
         if own is None:
             weights = self.target.weights

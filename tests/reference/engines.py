@@ -66,7 +66,7 @@ def check_ranks(
 
 
 def engine_logits(directory: Path, ids: Sequence[int], **config: Any) -> npt.NDArray[np.float32]:
-    """[T, V] of every position of the prompt."""
+    """Returns the logits [T, V] of every position of the prompt."""
     return prompt_logits(load_tiny(directory, **config).engine, ids)
 
 

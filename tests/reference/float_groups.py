@@ -49,7 +49,7 @@ def quantise(kind: str, weight: npt.NDArray[Any], factor: float = 1.0) -> tuple[
 
 
 def dequantise(kind: str, codes: U8, scales: U8, factor: float = 1.0) -> F64:
-    """W [N, K]."""
+    """Returns the dequantised W [N, K]."""
     if kind == "mxfp8":
         numbers = E4M3[codes]
     else:

@@ -36,7 +36,7 @@ def values_of(codes: npt.NDArray[np.uint8]) -> F64:
 
 
 def quantise(rows: npt.ArrayLike) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-    """[..., D] -> codes [..., D] and scales [...]."""
+    """Returns codes [..., D] and scales [...] of rows [..., D]."""
     x = np.asarray(rows, np.float32)
     most = np.abs(x).max(axis=-1)
     scales = np.where(most < np.float32(2.0**-100), np.float32(0), most / np.float32(448))

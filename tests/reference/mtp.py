@@ -12,7 +12,7 @@ COMMON = -1  # the branch of a row that no drafted token reaches
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a module. Without a token: padding."""
+    """One row of a module. A row without a token is padding."""
 
     branch: int
     position: int

@@ -71,12 +71,12 @@ class NumpyTarget:
         self.weights = {name: np.asarray(array, dtype) for name, array in weights.items()}
 
     def embed(self, ids: Sequence[int]) -> Array:
-        """[T, H], times scale_emb."""
+        """Returns the embeddings [T, H] times scale_emb."""
         table = self.weights["model.embed_tokens.weight"]
         return table[np.asarray(ids, np.int64)] * self.dtype(self.fields.embed_scale)
 
     def head(self, hidden: Array) -> Array:
-        """[T, V] logits of states after the final norm."""
+        """Returns the logits [T, V] of states after the final norm."""
         fields = self.fields
         tied = fields.tie_word_embeddings or "lm_head.weight" not in self.weights
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -356,5 +356,5 @@ class NumpyMtp(NumpyHead):
         return out @ self.weights[f"{prefix}o_proj.weight"].T
 
     def _heads(self, x: Array, prefix: str, part: str, width: int) -> Array:
-        """[T, heads, width]"""
+        """Returns one part of qkv as [T, heads, width]."""
         return (x @ self.weights[f"{prefix}{part}_proj.weight"].T).reshape(len(x), -1, width)

@@ -41,7 +41,7 @@ class NumpyModel:
         self.chosen: list[Array] = []  # [T, k] experts of each layer with experts, in order of runs
 
     def logits(self, ids: Sequence[int]) -> Array:
-        """[T, V] for the whole sequence at once."""
+        """Returns the logits [T, V] of the whole sequence."""
         fields, weights = self.fields, self.weights
         embedding = weights["model.embed_tokens.weight"]
         hidden = embedding[np.asarray(ids)] * fields.embed_scale

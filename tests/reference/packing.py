@@ -54,7 +54,7 @@ def pack_compressed(q: U8) -> I32:
 
 
 def unpack_compressed(weight_packed: I32, k: int) -> U8:
-    """weight_packed [N, ceil(K / 8)] -> q [K, N]."""
+    """Returns the codes [K, N] that weight_packed [N, ceil(K / 8)] holds."""
     return np.ascontiguousarray(
         split_nibbles(weight_packed).reshape(len(weight_packed), -1)[:, :k].T
     )
@@ -69,7 +69,7 @@ def pack_compressed_zeros(z: U8) -> I32:
 
 
 def unpack_compressed_zeros(zero_point: I32, n: int) -> U8:
-    """weight_zero_point [ceil(N / 8), G] -> z [G, N]."""
+    """Returns the zero points [G, N] that weight_zero_point [ceil(N / 8), G] holds."""
     return np.ascontiguousarray(unpack_compressed(np.ascontiguousarray(zero_point.T), n).T)
 
 

@@ -93,7 +93,7 @@ def _norm(size: int, seed: int) -> Array:
 
 
 def eagle(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """The original format."""
+    """Returns an EAGLE head in the original format."""
     hidden = target.config["hidden_size"]
     weights = {
         "embed_tokens.weight": _table(target),
@@ -106,7 +106,7 @@ def eagle(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
 
 
 def eagle_bias(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """The original format with a bias in fc."""
+    """Returns an EAGLE head in the original format, with a bias in fc."""
     config, weights = eagle(target, seed)
     bias = np.random.default_rng(seed + 200).standard_normal(target.config["hidden_size"])
     weights["fc.bias"] = bias.astype(np.float32)

@@ -155,7 +155,7 @@ def decode_float_groups(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
 
 
 def split_form(form: str) -> tuple[str, int]:
-    """(kind, group size; 0: a whole row)."""
+    """Returns (kind, group size); 0: a group is a whole row."""
     kind, _, group = form.partition("_g")
     if kind in FLOAT_GROUPS or kind.endswith("c"):
         return kind.removesuffix("c"), 0
@@ -181,7 +181,7 @@ def split(packed: torch.Tensor, bits: int) -> Array:
 
 
 def decode(form: str, stored: Mapping[str, torch.Tensor]) -> Array:
-    """W [N, K], float64."""
+    """Returns W [N, K] in float64."""
     kind, group = split_form(form)
     if kind in FLOAT_GROUPS:
         return decode_float_groups(kind, stored)

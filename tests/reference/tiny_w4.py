@@ -43,7 +43,7 @@ class Linear:
 
     @property
     def dense(self) -> Array:
-        """float32 [N, K]."""
+        """The dequantised weights, float32 [N, K]."""
         group = np.arange(len(self.q)) // (128 if len(self.scales) > 1 else len(self.q))
         z = 8 if self.zeros is None else self.zeros.astype(np.int64)[group]
         scales = from_bits(self.scales, self.scale_dtype)

@@ -164,7 +164,7 @@ def accept(
 
 
 def children(tree: Tree, node: int) -> dict[int, int]:
-    """Token -> child of the node that holds it."""
+    """Returns the children of a node by their tokens."""
     pairs = zip(tree.tokens, tree.parents)
     return {t: child for child, (t, parent) in enumerate(pairs) if parent == node and t >= 0}
 

@@ -348,7 +348,7 @@ def test_plain_steps_come_first_and_the_smallest_draft_next() -> None:
 
 
 def test_steps_that_emit_nothing() -> None:
-    """All sequences had ended on the device."""
+    """A step emits nothing if all its sequences have ended on the device."""
     choice = chooser()
     for _ in range(100):
         choice.observe(choice.choose(2), 2, 1.0, [])

@@ -154,7 +154,7 @@ def test_plain_table():
     ["rich.console.Console.push_render_hook", "rich.live.Live.start", "rich.console.Console.line"],
 )
 def test_ctrl_c_leaves_the_cursor(place, monkeypatch, capsys):
-    """Ctrl-C while a progress bar appears or disappears."""
+    """Ctrl-C may come while a progress bar appears or disappears."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats stderr as a terminal
     monkeypatch.setenv("TERM", "xterm")
     owner, _, name = place.rpartition(".")

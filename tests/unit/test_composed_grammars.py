@@ -140,7 +140,7 @@ def form(kind: object, name: str, required: bool = True) -> dict:
 
 
 def union(*forms: object) -> dict:
-    """A `oneOf` of references to the forms."""
+    """Returns a schema with a `oneOf` of references to the forms."""
     places = [{"$ref": f"#/$defs/f{i}"} for i in range(len(forms))]
     defs = {f"f{i}": each for i, each in enumerate(forms)}
     return {"oneOf": places, "$defs": defs, "x-guidance": COMPACT}

@@ -40,7 +40,7 @@ def nearest(ratio: float) -> int:
 
 
 def expected_scales(form: str, weight: Array, largest: float) -> tuple[Array, float]:
-    """Group by group, as the table of cpmcu/convert/float_rounding.py says."""
+    """Computes the scales group by group, as the table of cpmcu/convert/float_rounding.py says."""
     group = 16 if form == "nvfp4" else 32
     peaks = np.abs(weight).reshape(len(weight), -1, group).max(2)
     if form == "mxfp4":

@@ -52,7 +52,7 @@ CHANNEL_ORDER += [4, 5, 12, 13, 20, 21, 28, 29, 6, 7, 14, 15, 22, 23, 30, 31]
 
 
 def marlin_scales(scales: Array, group_size: int) -> Array:
-    """The definition of the order of scales."""
+    """Returns scales in Marlin's order, by its definition."""
     order, width = CHANNEL_ORDER, 32
     if group_size != -1:
         order, width = [8 * (t % 8) + t // 8 for t in range(64)], 64

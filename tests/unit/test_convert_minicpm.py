@@ -38,7 +38,7 @@ LONGROPE = {
 
 
 def read(directory: Path) -> dict[str, Array]:
-    """float32."""
+    """Returns all tensors as float32."""
     checkpoint = open_checkpoint(directory)
     return {
         name: to_float32(np.array(checkpoint.read(name)), stored.meta.dtype)

@@ -19,7 +19,7 @@ INSTRUCTIONS |= {"USER", "WORKDIR"}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(name, rest) of each instruction, continued lines joined."""
+    """Returns (name, rest) of each instruction, with continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     return [(name, rest.strip()) for name, _, rest in (l.partition(" ") for l in lines) if name]

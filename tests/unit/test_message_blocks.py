@@ -79,7 +79,7 @@ def streamed(text: str, cuts: list[int], forced: str | None = None, *options) ->
 
 
 def plain(blocks: list[dict]) -> list[tuple]:
-    """(type, content) of each block, without ids."""
+    """Returns (type, content) of each block, without ids."""
     return [(block["type"], *(block[name] for name in MEMBERS[block["type"]])) for block in blocks]
 
 

@@ -34,7 +34,7 @@ NAMES = {
 
 
 def written(folder: Path, drop: str = "", **changes: Any) -> TinyCheckpoint:
-    """`drop`: tensors whose names begin so are left out."""
+    """Writes the checkpoint without the tensors whose names begin with `drop`."""
     made = write_tiny(folder / "whole", "nemotron", **{**SUPER, **changes})
     kept = {name: w for name, w in made.weights.items() if not drop or not name.startswith(drop)}
     return write_tiny(folder / "model", "nemotron", weights=kept, **{**SUPER, **changes})

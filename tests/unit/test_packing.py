@@ -126,7 +126,7 @@ def test_marlin_scales_of_channels() -> None:
 
 
 def nibble_of_block(row: int, k: int) -> tuple[int, int]:
-    """nibble_place of csrc/kernels/gemm/packed/packed.h."""
+    """Does the work of nibble_place in csrc/kernels/gemm/packed/packed.h."""
     warp, tile, row_half, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
     step, k_half, q, odd = k // 16, k // 8 % 2, k // 2 % 4, k % 2
     lane, reg = 4 * g + q, row_half + 2 * k_half

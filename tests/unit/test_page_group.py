@@ -188,7 +188,7 @@ def test_groups_share_the_memory(groups: list[tuple[int, ...]], spare: int) -> N
     shares = [group[1] for group in groups]
 
     def give(i: int, wanted: int) -> None:
-        """A page after another, while memory lasts."""
+        """Gives one page after another, up to `wanted`, while memory lasts."""
         nonlocal rest
         while shares[i] < wanted and rest >= groups[i][0]:
             shares[i] += 1

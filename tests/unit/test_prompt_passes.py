@@ -44,11 +44,11 @@ class Turns:
             assert job.wait().token_ids == job.expected(len(job.request.tokens))
 
     def passes(self) -> list[list[tuple[int, int, bool]]]:
-        """(slot, tokens, last?) of the chunks of each prefill pass."""
+        """Returns (slot, number of tokens, is last) of the chunks of each prefill pass."""
         return [detail for method, detail in self.engine.log if method == "prefill"]
 
     def kinds(self) -> str:
-        """P and D of each launched step."""
+        """Returns "P" for each launched prefill step and "D" for each decode step."""
         names = {"prefill": "P", "decode": "D"}
         return "".join(names[method] for method, _ in self.engine.log if method in names)
 

@@ -46,7 +46,7 @@ def modules() -> dict[str, Path]:
 
 
 def line_of(name: str) -> int | None:
-    """Where in ORDER a module is."""
+    """Returns the place of a module in ORDER."""
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((LINES[prefix] for prefix in prefixes if prefix in LINES), None)

@@ -195,7 +195,7 @@ def test_bad_gram_is_refused(recipe: SimpleNamespace) -> None:
 def test_tensors_of_a_checkpoint(
     recipe: SimpleNamespace, rows: int, inputs: int, group: int
 ) -> None:
-    """Against the words' definition, and read back."""
+    """The words follow their definition, and the loader reads the same numbers back."""
     import torch
 
     weight, gram = correlated(rows, inputs)

@@ -66,7 +66,7 @@ def test_options_replace_numbers() -> None:
 
 
 def test_without_options_all_attention_is_dense(caplog: pytest.LogCaptureFixture) -> None:
-    """A draft, for one, is built without options."""
+    """All attention is dense without options, as in a draft."""
     config = tiny_config("minicpm", sparse_config=PUBLISHED)
     with caplog.at_level(logging.INFO):
         assert find_model(config).build(config, BuildOptions()).layers == ()

@@ -156,7 +156,7 @@ def test_yaml_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plugin_registers_a_family_and_flags(plugin: Path) -> None:
-    """In processes of their own: what is registered stays."""
+    """Each case runs in a process of its own, because registrations stay."""
     shown = run("--list", "--plugin", str(plugin), "--startup_toy_width", "5")
     assert shown.returncode == 0, shown.stderr
     assert "StartupToyForCausalLM" in shown.stdout and str(plugin) in shown.stdout

@@ -41,7 +41,7 @@ def test_jobs_run_in_order_on_either_thread(worker):
 
 
 def test_the_engine_thread_waits_if_the_text_is_far_behind(worker, monkeypatch):
-    """At most MOST_BEHIND steps wait."""
+    """At most MOST_BEHIND steps wait for their text."""
     ready, flushed = threading.Event(), threading.Event()
 
     def fill() -> None:

@@ -148,7 +148,7 @@ class Engine:
             self.policy.expect(shape, 1, seconds * math.exp(self.rng.gauss(0, self.world.jitter)))
 
     def start(self, num_seqs: int) -> None:
-        """New sequences take the place of the old ones."""
+        """Replaces the sequences by new ones."""
         self.num_seqs = num_seqs
         self._holes = [0.0] * num_seqs  # share of acceptance that is missing
         self._left = [self.world.request * (i + 1) // num_seqs for i in range(num_seqs)]

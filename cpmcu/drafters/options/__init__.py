@@ -83,7 +83,7 @@ def fallback_options(kind: T) -> T:
 
 
 def registered_options() -> dict[str, type[DrafterOptions]]:
-    """Drafter -> its options."""
+    """Returns the options of each drafter, by the drafter's name."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     return dict(_kinds)
@@ -111,7 +111,7 @@ def drafter_of(kind: type[DrafterOptions]) -> str:
 
 
 def option_fields() -> dict[str, OptionField]:
-    """Name -> option, of all that is registered."""
+    """Returns all registered options by name."""
     found: dict[str, OptionField] = {}
     for kind in list(_kinds.values()):
         hints = typing.get_type_hints(kind)

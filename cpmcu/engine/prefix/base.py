@@ -180,7 +180,7 @@ class PageCache:
         """
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence uses the cache no longer."""
+        """Ends the sequence's use of the cache."""
 
     def make_room(self, slot: int, num_tokens: int, step_end: int) -> bool:
         """Evicts pages so that the slot may hold `num_tokens` tokens, and windows up to `step_end`.

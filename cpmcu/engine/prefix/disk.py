@@ -132,7 +132,7 @@ class DiskStore:
 
     @property
     def generation(self) -> int:
-        """How often all pages were removed."""
+        """The number of times that all pages were removed."""
         return self._generation
 
     def write(

@@ -241,7 +241,7 @@ class DiskTier:
     # ---- writing
 
     def wants(self, entry: Entry) -> None:
-        """A page was published: it goes to disk."""
+        """Adds a published page to those that will be written to disk."""
         if not entry.on_disk:
             self._wanted.append(entry)
 

@@ -152,7 +152,7 @@ class WindowPages:
             self._pages.drop(dropped, group)
 
     def end(self, prefix: Prefix) -> None:
-        """Nothing more is published of a prefix."""
+        """Drops the pages of a prefix that are not published yet; they never will be."""
         for group, kept in prefix.window_pages.items():
             self._pages.drop(list(kept.values()), group)
         prefix.window_pages.clear()
@@ -161,7 +161,7 @@ class WindowPages:
     # ---- room
 
     def forget(self, entries: Sequence[Entry]) -> None:
-        """The entries have left the index."""
+        """Drops the pages of entries that have left the index."""
         for group in self._groups:
             found = [(self._ends[group].pop(e, -1), self._inner[group].pop(e, -1)) for e in entries]
             self._pages.drop([max(pages) for pages in found if max(pages) >= 0], group)

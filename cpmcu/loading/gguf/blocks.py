@@ -150,7 +150,7 @@ def metas(module: str, form: Form, n: int, k: int) -> list[TensorMeta]:
 
 
 def split_rows(type_id: int, form: Form, raw: U8) -> Arrays:
-    """`split` by several threads."""
+    """Does the work of `split` with several threads."""
     count = min(len(raw), raw.nbytes // _THREAD_BYTES, os.cpu_count() or 1, _MAX_THREADS)
     if count < 2:
         return split(type_id, form, raw)
@@ -179,7 +179,7 @@ def split(type_id: int, form: Form, raw: U8) -> Arrays:
 
 
 def _halves(raw: U8) -> npt.NDArray[np.float16]:
-    """[N, blocks, 2] bytes -> [N, blocks]."""
+    """Returns the float16 numbers [N, blocks] of bytes [N, blocks, 2]."""
     numbers: npt.NDArray[np.float16] = np.ascontiguousarray(raw).view("<f2")[:, :, 0]
     return numbers
 

@@ -164,7 +164,7 @@ class GgufCheckpoint:
         return np.ascontiguousarray(found, np.float32).reshape(-1)[:1]
 
     def _in_order(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The rows in Hugging Face's order."""
+        """Returns the rows in the order of Hugging Face's checkpoints."""
         heads = self._heads(name)
         if heads is None:
             return values

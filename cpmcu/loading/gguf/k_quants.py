@@ -43,7 +43,7 @@ class KQuant:
 
 
 def _half(raw: U8) -> npt.NDArray[Any]:
-    """Two bytes a block [blocks, 2] -> float16 [blocks]."""
+    """Returns the float16 numbers [blocks] of bytes [blocks, 2]."""
     return np.ascontiguousarray(raw).view("<f2")[:, 0]
 
 
@@ -55,7 +55,7 @@ def _bits(raw: U8, shifts: range, mask: int, run: int) -> U8:
 
 
 def _six_bits(raw: U8) -> tuple[U8, U8]:
-    """12 bytes -> s and m of eight groups."""
+    """Returns s and m of eight groups, 6 bits each, which 12 bytes hold."""
     low, high, rest = raw[:, 0:4], raw[:, 4:8], raw[:, 8:12]
     scales = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], axis=1)
     mins = np.concatenate([high & 63, rest >> 4 | high >> 6 << 4], axis=1)

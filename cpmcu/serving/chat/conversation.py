@@ -186,7 +186,7 @@ def with_known_roles(
 
 
 def _one(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One message with the texts of all."""
+    """Returns one message that has the texts of all."""
     texts = [joined(message).get("content") or "" for message in messages]
     return {**messages[0], "content": "\n\n".join(filter(None, texts))}
 

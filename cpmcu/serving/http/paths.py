@@ -45,7 +45,7 @@ def _has_end(path: str) -> bool:
 
 
 def _without_host(scope: Scope) -> Scope:
-    """The request with the path alone as its target."""
+    """Returns the request with only the path as its target."""
     if not scope["path"].startswith(("http://", "https://")):
         return scope
     url = urlsplit(scope["path"])

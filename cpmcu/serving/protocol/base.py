@@ -183,7 +183,7 @@ class ResponseFormat(RequestModel):
 
     @property
     def schema_given(self) -> dict[str, Any] | bool | None:
-        """The schema, from either place."""
+        """The schema, from the one of the two fields that has it."""
         named = None if self.json_schema is None else self.json_schema.schema_
         return self.schema_ if named is None else named
 

@@ -236,7 +236,7 @@ class ResponseRun:
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoded(numbered))
 
     def _fixed(self, service: Service) -> dict[str, Any]:
-        """The members that do not change."""
+        """Returns the members of the response object that do not change."""
         body = self._body
         params = self.generation.params.resolve(service.model.llm.generation_config)
         choice = body.tool_choice

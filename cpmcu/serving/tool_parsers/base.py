@@ -149,7 +149,7 @@ class ToolParser(abc.ABC):
         self._mark = None
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; "" at the end."""
+        """Returns the next character but does not consume it; "" at the end."""
         while self._at == len(self._text):
             if not (yield from self.more()):
                 return ""
