@@ -1,5 +1,5 @@
 // One wrapper for each PTX instruction. The comments say when to use it.
-// Length of this file: a wrapper for each instruction, and no code between them.
+// Length of this file: each instruction has a wrapper, and there is no other code.
 #pragma once
 
 #include <cuda_bf16.h>

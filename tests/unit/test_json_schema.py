@@ -32,7 +32,7 @@ HARMLESS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", HARMLESS, ids=str)
 def test_what_restricts_nothing_is_left_out(schema: dict[str, Any]) -> None:
     matcher = pytest.importorskip("llguidance").LLMatcher
-    if "not" not in json.dumps(schema):  # which llguidance does not have
+    if "not" not in json.dumps(schema):  # llguidance does not support "not"
         found = matcher.grammar_from_json_schema(simplified(json.dumps(schema)))
         assert not matcher.validate_grammar(found, None)
     again = simplified(json.dumps(schema))
