@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Kernel = tuple[str, float]  # (name, share of its roofline)
+Kernel = tuple[str, float]  # (name, share of the roofline that it reaches)
 
 _FLOOR = "floor of plain decoding"
 

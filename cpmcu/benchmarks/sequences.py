@@ -30,7 +30,7 @@ class SequencesRow:
     sequences: int
     tokens_per_s: float  # sum over all sequences, after their first tokens
     tokens_per_s_of_one: float
-    prompt_tokens_per_s: float  # sum over all sequences
+    prompt_tokens_per_s: float  # sum over all prompts
     tokens_per_step: float  # tokens that a step emits for one sequence; 1 without a draft
 
 

@@ -120,7 +120,7 @@ def run_speculation(
             progress.note("speculation whose steps choose their shapes: two requests a context")
             chosen = [chosen_row(llm, row.context, steps) for row in rows]
             draft = llm.draft_spec
-        assert draft is not None  # has_draft
+        assert draft is not None  # has_draft is true
         # The timed steps all have the largest shape.
         whole = whole.but(
             spec_auto=False,

@@ -287,7 +287,7 @@ def without_names(tokenizer: str) -> str:
         model["merges"] = [merge for merge in merges if "".join(merge) not in renamed]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
-    else:  # Unigram's
+    else:  # the vocabulary of a Unigram model
         model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]

@@ -390,7 +390,7 @@ class Runner:
         for _ in range(len(self._notices)):
             request = self._notices.popleft()
             if not self._scheduler.drop(request) and not request.is_over:
-                self._notices.append(request)  # not taken from `_inbox` yet
+                self._notices.append(request)  # the request is still in `_inbox`
 
     def _observe(self, step: Step, outputs: C.StepOutputs) -> None:
         before, self._collected = self._collected, time.perf_counter()

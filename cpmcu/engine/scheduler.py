@@ -186,7 +186,7 @@ class Scheduler:
         for sequence in (*self.active, *self.swapped):
             if sequence.request is request:
                 request.end("abort")
-                if request.done:  # tokens behind a stop string
+                if request.done:  # these tokens are behind a stop string
                     del request.tokens[request.num_tokens :]
                 self.release(sequence)
                 return True
@@ -394,7 +394,7 @@ class Scheduler:
     @staticmethod
     def _may_decode(sequence: Sequence, in_flight: int) -> bool:
         """May the launched steps leave it with fewer tokens than its maximum?"""
-        launched = len(sequence.request.tokens) + in_flight  # lower bound on tokens
+        launched = len(sequence.request.tokens) + in_flight  # at least so many tokens
         return launched < sequence.request.max_tokens
 
     def _needed(self, sequence: Sequence) -> int:

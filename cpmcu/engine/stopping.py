@@ -54,7 +54,7 @@ class StopStrings:
         before, text = len(self._held), self._held + text
         matches = []
         for stop in self._stops if stops else ():
-            found = text.find(stop, max(0, before - len(stop) + 1))  # ends in new text
+            found = text.find(stop, max(0, before - len(stop) + 1))  # the match ends in new text
             if found >= 0:
                 matches.append((found + len(stop), -len(stop), stop))
         if matches:

@@ -104,7 +104,7 @@ class FlagParser(argparse.ArgumentParser):
         A field name without an underscore may be an English word. It is replaced only if it is the
         subject at the beginning of the message. Field names of files are not replaced.
         """
-        if message.startswith("speculative_config: "):  # its keys are not flags
+        if message.startswith("speculative_config: "):  # keys of the JSON are not flags
             return message
         for action in self._actions:
             if not action.option_strings:
@@ -212,7 +212,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown_flag(self, flag: str) -> NoReturn:
         known = list(self._option_string_actions)
-        if self._file:  # its names have no dashes
+        if self._file:  # the names in a file have no dashes
             known = [name.removeprefix("--") for name in known if name.startswith("--")]
         near = difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -484,7 +484,7 @@ class LLM:
 
         Raises the exception of a request that failed.
         """
-        assert params.seed is not None  # resolved
+        assert params.seed is not None  # `resolve` has set it
         outputs = [request.output() for request in requests]
         if params.logprobs is not None:
             outputs = [

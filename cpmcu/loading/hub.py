@@ -12,7 +12,7 @@ from cpmcu.shipped import packaged_model, shipped
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
-_SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # of FR-Spec: cpmcu/drafters/frspec.py
+_SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # FR-Spec's files (cpmcu/drafters/frspec.py)
 _TORCH_FILES = ["*.bin", "*.pt"]
 # Other formats of the same weights. Of subfolders, only chat templates are needed.
 _OTHER_COPIES = [f"*/{name}" for name in _SMALL_FILES + _TORCH_FILES if name != "*.jinja"]

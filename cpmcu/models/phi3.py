@@ -21,6 +21,6 @@ def build_phi3(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
     config = {**DEFAULTS, **config}
     rope = rope_parameters(config)
-    if (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):  # longrope's first names
+    if (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):  # the first names of longrope
         config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
     return with_windows(read_spec(config, options), config, options)

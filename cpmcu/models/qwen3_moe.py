@@ -22,7 +22,7 @@ def build_qwen3_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFie
     reader = ConfigReader(config)
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
     fields = read_spec(config, options, qk_norm=True)
-    if reader.flag("use_sliding_window"):  # in all layers
+    if reader.flag("use_sliding_window"):  # all layers have the window
         fields = with_windows(fields, {**config, "layer_types": None}, options)
     layers = expert_layers(reader, fields.num_hidden_layers)
     return with_experts(fields, layers, read_experts(reader)) if layers else fields

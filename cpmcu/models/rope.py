@@ -190,7 +190,7 @@ def _llama3(request: _Request) -> tuple[Float32Array, float]:
     if high <= low:
         raise params.fail("high_freq_factor", f"more than low_freq_factor={low}")
     inv_freq = np.float32(1) / request.pos_freqs
-    wavelength = np.float32(2 * math.pi) / inv_freq  # tokens
+    wavelength = np.float32(2 * math.pi) / inv_freq  # in tokens
     smooth = (np.float32(request.original_length) / wavelength - np.float32(low)) / np.float32(
         high - low
     )
@@ -224,7 +224,7 @@ def _yarn(request: _Request) -> tuple[Float32Array, float]:
         last += 0.001
     pairs = np.arange(rotary_dim // 2, dtype=np.float32)
     ramp = np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
-    keep = np.float32(1) - ramp  # 1: as trained, 0: interpolated
+    keep = np.float32(1) - ramp  # 1: the trained frequency, 0: the interpolated one
     interpolated = np.float32(1) / (np.float32(factor) * request.pos_freqs)
     extrapolated = np.float32(1) / request.pos_freqs
     inv_freq = interpolated * (np.float32(1) - keep) + extrapolated * keep

@@ -54,7 +54,7 @@ def float_group_part(
     def verify(read: Read) -> None:
         for module in modules if factor else ():
             if module + factor not in tensors:
-                continue  # reported as missing
+                continue  # the loader reports it as missing
             found = read(module + factor)
             if found.size != 1 or not (np.isfinite(found).all() and (found > 0).all()):
                 raise ValueError(

@@ -64,7 +64,7 @@ class TokenTexts:
 
 
 def byte_letters() -> dict[str, int]:
-    """Returns GPT-2's letter -> byte. Printable bytes are their own letters; others: U+0100 on."""
+    """Returns the byte of each letter of GPT-2. Letters of unprintable bytes begin at U+0100."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     letters = {chr(byte): byte for byte in seen}

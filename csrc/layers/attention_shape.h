@@ -106,11 +106,13 @@ struct AttentionShape {
   int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
   // Rows of q_proj: with an output gate, each query head is followed by its gate.
   int64_t q_rows() const { return int64_t{output_gate ? 2 : 1} * num_q_proj_heads * head_dim; }
-  int64_t k_rows() const { return int64_t{num_k_proj_heads} * head_dim; }  // of k_proj
+  int64_t k_rows() const { return int64_t{num_k_proj_heads} * head_dim; }  // rows of k_proj
   bool has_other_heads() const {
     return num_q_proj_heads > num_heads || num_k_proj_heads > num_kv_heads;
   }
-  int64_t gate_size() const { return head_gate ? num_heads : q_size(); }  // of a further projection
+  int64_t gate_size() const {
+    return head_gate ? num_heads : q_size();
+  }  // rows of gate_proj, g_proj
   bool shares_kv() const { return kv_layer >= 0; }
   int64_t qkv_size() const { return q_rows() + (shares_kv() ? 0 : k_rows() + kv_size()); }
   QkvLayout layout() const {

@@ -88,8 +88,8 @@ class FakeEngine:
         self.slots: dict[int, _Slot] = {}
         self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
-        self.shapes: list[tuple[int, int] | None] = []  # of decode steps
-        self.skipped_drafts: list[bool] = []  # of prefill steps
+        self.shapes: list[tuple[int, int] | None] = []  # shape of each decode step
+        self.skipped_drafts: list[bool] = []  # skip_draft of each prefill step
         # Nothing is moved to host memory.
         self.pages = SimpleNamespace(
             page_bytes=0,
@@ -267,5 +267,5 @@ class FakeEngine:
                 top_logprobs=[],
             )
             for slot, state, t, end in self.steps.popleft()
-            if self.slots.get(slot) is state  # dropped if released meanwhile
+            if self.slots.get(slot) is state  # a slot that was released meanwhile is left out
         ]

@@ -29,7 +29,7 @@ from worlds import (
 from cpmcu.engine.chooser import ShapeChooser
 
 SMALL, MIDDLE, SLIM, WHOLE = SHAPES[1:]
-ALLOWED = 1.05  # seconds over plain decoding's
+ALLOWED = 1.05  # maximum time, as a multiple of plain decoding's
 CPU = World(measured_cpu, constant(0.8), 0.5, (1.0, 0.3), 0.1, 0.1, launch_ahead=1)
 CHEAP_CPU = dataclasses.replace(CPU, seconds=cpu(0.2, 0.2))
 NOISY_CPU = dataclasses.replace(CPU, jitter=0.2, spikes=0.2)

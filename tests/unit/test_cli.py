@@ -227,7 +227,7 @@ def test_ctrl_c_in_a_prefill_pass(flags, stage, capsys, ctrl_c):
     passes = []
 
     def begin(items):
-        if items[0][1] == PROMPT:  # of the warm-up
+        if items[0][1] == PROMPT:  # the warm-up's prompt
             return
         passes.append(items)
         if len(passes) == 1:

@@ -105,7 +105,7 @@ def commands(document: Path) -> list[list[str]]:
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:
-        text = text.rpartition("| ")[2]  # of a pipe
+        text = text.rpartition("| ")[2]  # the last command of a pipe
         if re.match(r"python -m (cpmcu|scripts)\.", text):
             found.append(_words(text)[2:])
         elif re.match(r"cpmcu [a-z]", text):

@@ -33,7 +33,7 @@ from tests.engine.harness import generate, make_engine, random_ids
 from tests.reference.tiny_checkpoints import random_weights, tiny_config
 from tests.unit.plugins import VOCAB, load_plugin, write_model
 
-MOST = 15  # levels
+MOST = 15  # maximum number of levels
 
 
 @register_options("comb")

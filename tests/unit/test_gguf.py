@@ -87,7 +87,7 @@ def as_llama_cpp(tiny: TinyCheckpoint, arch: str) -> dict[str, Array]:
     )
     found: dict[str, Any] = {}
     for name, array in tiny.weights.items():
-        if ".experts." in name:  # stacked
+        if ".experts." in name:  # the file stacks the experts of a layer
             layer, expert, part = re.findall(r"\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj", name)[0]
             found.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = array
             continue
@@ -121,7 +121,7 @@ def test_a_file_says_the_same_as_the_directory(tmp_path: Path, arch: str, tied: 
     built = find_model(config).build(config, options).to_kwargs()
     expected = find_model(tiny.config).build(tiny.config, options).to_kwargs()
     different = {key for key in expected if built[key] != expected[key]}
-    assert different <= {"rms_norm_eps"}  # a float32 in the file
+    assert different <= {"rms_norm_eps"}  # the file holds it as float32
     assert built["rms_norm_eps"] == pytest.approx(expected["rms_norm_eps"])
     checkpoint = files.checkpoint()
     assert set(checkpoint.tensors) == set(tiny.weights)
@@ -351,7 +351,7 @@ def test_smollm2_answers_and_a_draft_changes_nothing() -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     options = (
         {"no_speculation": True},
-        {"spec_tree_size": 24},  # of the shipped head
+        {"spec_tree_size": 24},  # the tree of the shipped head
         {"method": "ngram"},
     )
     outputs = []

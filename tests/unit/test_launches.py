@@ -103,7 +103,7 @@ def test_only_the_chosen_experts_are_read(tmp_path: Path) -> None:
 def test_packed_weights_are_whole_blocks(tmp_path: Path) -> None:
     found = launches_of(engine_of("packed", tmp_path), "cpu")
     block = 256 * 128 // 2 + 256 * 2
-    blocks_of_qkv = 2 * 2  # 512 rows, 256 inputs
+    blocks_of_qkv = 2 * 2  # weight blocks of 512 rows and 256 inputs
     assert block * blocks_of_qkv <= found["self_attn.qkv_proj"] < 1.05 * block * blocks_of_qkv
 
 

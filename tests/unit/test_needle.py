@@ -99,7 +99,7 @@ def test_targets_are_numbers_of_earlier_statements(recipe: SimpleNamespace) -> N
         assert len(spoken) == 19
         for number in spoken:
             at = words.index(number)
-            again = words.index(words[at - 1], at)  # of the name
+            again = words.index(words[at - 1], at)  # place where the name occurs again
             assert words[again + 1] == number
 
 

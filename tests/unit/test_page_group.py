@@ -48,7 +48,7 @@ class GroupAndModel(RuleBasedStateMachine):
         self.lengths = [0] * SLOTS
         self.held: list[dict[int, int]] = [{} for _ in range(SLOTS)]  # number -> page
         self.cached: list[int] = []  # pages that the cache owns, once or several times
-        self.reads: list[set[int]] = []  # of each launched step
+        self.reads: list[set[int]] = []  # pages that each launched step reads
         self.done = 0
 
     def owners(self, page: int) -> int:

@@ -31,7 +31,7 @@ class PoolAndModel(RuleBasedStateMachine):
         self.free = set(range(num_pages))
         self.waiting: dict[int, int] = {}  # page -> steps that were launched before its release
         self.reads: list[set[int]] = []  # of each step that was launched
-        self.done = 0  # steps
+        self.done = 0  # number of steps that are done
 
     def owned(self) -> list[int]:
         return [page for page, count in enumerate(self.owners) if count]

@@ -142,7 +142,7 @@ class ClockEngine(FakeEngine):
     def __init__(self, **options) -> None:
         super().__init__(script, **options)
         self.now = 0.0
-        self.seconds: list[float] = []  # of the steps in flight
+        self.seconds: list[float] = []  # time of each step in flight
 
     def prefill(self, items, *arguments, **options) -> None:
         super().prefill(items, *arguments, **options)

@@ -195,7 +195,7 @@ def test_two_stores_on_one_directory(
     assert identity(1)[0] in two
     file_of(tmp_path, 1).unlink()
     assert not read(one, 1) and identity(1)[0] not in one
-    assert write(two, 1)  # known, and gone: written again
+    assert write(two, 1)  # the page is known, but its file is gone: it is written again
     assert read(one, 1)
     for number in (2, 3):
         assert write(one, number) and write(two, number + 10)

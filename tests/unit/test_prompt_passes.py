@@ -246,7 +246,7 @@ class Waits(PageCache):
 
     def __init__(self) -> None:
         super().__init__(FakeEngine(script), PAGE_SIZE)
-        self.waiting: set[int] = set()  # prompt lengths
+        self.waiting: set[int] = set()  # lengths of the waiting prompts
 
     def prefix_of(self, tokens, salt):
         return SimpleNamespace(length=len(tokens))

@@ -118,7 +118,7 @@ def test_weights_representable_in_4_bits_are_unchanged(
 
     generator = torch.Generator().manual_seed(2)
     levels = torch.randint(-8, 8, (rows, inputs), generator=generator).float()
-    levels[:, ::group] = -8  # every group shows its scale
+    levels[:, ::group] = -8  # so each group has its largest magnitude
     levels[::3] = levels[::3].clamp_min(-7)
     levels[::3, ::group] = 7
     groups = recipe.rounding.num_groups(inputs, group)

@@ -45,7 +45,7 @@ def test_the_engine_thread_waits_if_the_text_is_far_behind(worker, monkeypatch):
     ready, flushed = threading.Event(), threading.Event()
 
     def fill() -> None:
-        for _ in range(text_worker.MOST_BEHIND + 2):  # one runs
+        for _ in range(text_worker.MOST_BEHIND + 2):  # one of them runs
             worker.add(ready.wait)
             worker.flush(FEW_SEQS + 1)
         flushed.set()

@@ -42,7 +42,7 @@ def fused_layer(block: int, launch: int) -> list[int]:
     passed = [begin + 3000 * place + 8 * block for place in range(14)]
     if launch % LAYERS == LAYERS - 1:
         passed[11:] = [0, 0, 0]
-    if block > 125:  # has no part in qkv
+    if block > 125:  # this CTA has no part in qkv
         passed[11:] = [0, 0, 0]
     return passed
 

@@ -146,7 +146,7 @@ def test_a_head_without_an_output_head_uses_the_rows_of_the_target(
     counts = np.random.default_rng(1).integers(0, 1000, VOCAB)
     build = recipe.train_head.build_head
     shared = build("eagle3", target, counts, DRAFT_VOCAB, seed=0, own_head=False)
-    own = build("eagle3", target, counts, DRAFT_VOCAB, seed=0)  # starts with those rows
+    own = build("eagle3", target, counts, DRAFT_VOCAB, seed=0)  # the head starts with those rows
     x = torch.randn(1, 5, HIDDEN)
     torch.testing.assert_close(shared.logits(x, target), own.logits(x, target))
     recipe.head_files.write_head(shared, tmp_path / "draft", "# card\n", {}, None)
@@ -225,7 +225,7 @@ def test_a_few_steps_lower_the_loss_and_files_are_as_specified(
         assert written["draft_vocab_size"] == DRAFT_VOCAB
         assert written.get("scale_emb") == (12 if family == "minicpm" else None)
         ids = torch.arange(DRAFT_VOCAB) + tensors["d2t"]
-        assert ids.tolist() == list(range(DRAFT_VOCAB))  # the most frequent here
+        assert ids.tolist() == list(range(DRAFT_VOCAB))  # these are the most frequent tokens here
         assert tensors["t2d"].nonzero().flatten().tolist() == ids.tolist()
     elif family == "minicpm":
         assert written["architectures"] == ["EagleMiniCPMForCausalLM"]

@@ -56,7 +56,7 @@ class World:
     acceptance: Callable[[int], float]  # of the likeliest token, by tokens of the run
     tree_gain: float = 0.0  # how much a wide level helps: 0 as a chain
     slow_first: tuple[float, ...] = (2.0, 1.0)  # more that the first uses of a shape take
-    jitter: float = 0.03  # of a clock, standard deviation
+    jitter: float = 0.03  # standard deviation of a measured time, as a share of it
     spikes: float = 0.01  # steps that the clock sees last up to four times as long
     hole: float = 0.4  # of acceptance, lost right after plain steps
     launch_ahead: int = 2
@@ -68,8 +68,8 @@ class Outcome:
     """Time, tokens and shapes of a run."""
 
     seconds: float = 0.0
-    tokens: int = 0  # of all sequences
-    shapes: list[Shape] = dataclasses.field(default_factory=list)  # of each step
+    tokens: int = 0  # emitted tokens of all sequences
+    shapes: list[Shape] = dataclasses.field(default_factory=list)  # shape of each step
 
     def share(self, shape: Shape, last: int) -> float:
         return self.shapes[-last:].count(shape) / last

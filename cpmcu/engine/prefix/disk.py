@@ -412,7 +412,7 @@ class DiskStore:
         for name in names - {self._fingerprint}:
             if not _FINGERPRINT.fullmatch(name):
                 continue
-            with contextlib.suppress(OSError):  # of another user, or gone
+            with contextlib.suppress(OSError):  # the file belongs to another user, or is gone
                 for _, file in _page_files(self._folder.parent / name):
                     if status := _status(file):
                         yield _OtherFile(Path(file.path), status.st_size, status.st_mtime_ns)

@@ -136,7 +136,7 @@ class WindowPages:
             dropped = []
             for i, entry in entries.items():
                 page = kept.pop(i, -1)
-                if page < 0 and 0 <= i - first < len(held):  # written by decode steps
+                if page < 0 and 0 <= i - first < len(held):  # decode steps wrote the page
                     page = held[i - first]
                     self._pages.hold([page], group)
                 known = self.page_of(entry, group)
@@ -190,7 +190,7 @@ class WindowPages:
     def _save(self, group: int, entries: Sequence[Entry]) -> None:
         """Copies pages to host blocks while there are blocks.
 
-        The pages of the ends behind them follow: a hit loads all pages from the first on that is
+        Then copies the pages of later ends, too: a hit loads all pages from the first one that is
         not on the device.
         """
         if self._hosts[group].limit == 0:
@@ -198,7 +198,7 @@ class WindowPages:
         ends, known = self._ends[group], self._blocks[group]
         wanted = dict.fromkeys(entries)
         queue = list(entries)
-        for entry in queue:  # grows
+        for entry in queue:  # the loop appends to it
             behind = [e for e in entry.children if e in ends and e not in wanted]
             wanted.update(dict.fromkeys(behind))
             queue.extend(behind)

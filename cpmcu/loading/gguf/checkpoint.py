@@ -209,7 +209,7 @@ def _same_matrix(module: str) -> list[str]:
 
 
 def packed_modules(sources: Mapping[str, GgufTensor], halves: bool) -> dict[str, Form]:
-    """The linear layers that stay packed -> their form, one for all parts of a matrix.
+    """Returns the linear layers that stay packed, with their forms. A matrix has one form.
 
     `sources`: Hugging Face's name -> tensor. `halves`: whether forms with halves stay packed.
     Embeddings are decoded, and so is a head that is tied to them.

@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
   __syncthreads();
   // Columns of y are in the order of a tile's rows of W. With an activation, a column has two rows.
   const int tile_bits = args.gated || args.swiglu ? 4 : 5;
-  const int column_bits = 3 - args.split_bits + tile_bits;  // of this CTA
+  const int column_bits = 3 - args.split_bits + tile_bits;  // log2 of a CTA's columns
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows.count << column_bits; i += kThreads) {
     const int pair = i >> column_bits, column = i & ((1 << column_bits) - 1);

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
       }
 
       // Partial sums go to the CTA that owns their warp tile, even if it is this one.
-      constexpr int kFragments = kWarps * kGroups * 2 * 32;  // of a CTA
+      constexpr int kFragments = kWarps * kGroups * 2 * 32;  // fragments of a CTA
       const int first_cta = gemm.slices == 1 ? blockIdx.x : blockIdx.x - slice;
       char* const fragments = args.fragments + (int64_t{first_cta} * kFragments + lane) * 16;
       send_sums<kFragments>(sums, fragments, slice, warp, q2, args.m);

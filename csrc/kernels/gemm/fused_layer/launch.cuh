@@ -208,7 +208,7 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
     GemmArgs& last = args.parts[args.num_parts - 1];
     // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
     // that tile are loaded before x arrives.
-    const int warp_tiles = (kWarps + last.slices - 1) / last.slices;  // of a CTA
+    const int warp_tiles = (kWarps + last.slices - 1) / last.slices;  // warp tiles of a CTA
     rotates = has_rotary && num_rows <= 8 * target.max_rotated_groups &&
               (groups == 1 || warp_tiles * groups <= kWarps);
     if (rotates) {
