@@ -164,7 +164,10 @@ def _target(reference: str, root: Any) -> Any:
 
 
 def _exclusive(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:
-    """Do the types, values, or values of a shared required property exclude each other?"""
+    """Returns whether no value fits both schemas.
+
+    Compares their types, their values, and the values of properties that both require.
+    """
     if _apart(_types(one), _types(other)) or _apart(_values(one), _values(other)):
         return True
     if _types(one) != {"object"} or _types(other) != {"object"}:

@@ -107,7 +107,10 @@ def plain(name: str, type_id: int, spec: TensorSpec) -> GgufSpec:
 
 
 def has_more_bits(layer: int, layers: int) -> bool:
-    """llama.cpp's choice: the first and the last eighth, and every third layer between."""
+    """Returns whether llama.cpp gives the layer more bits.
+
+    It does so in the first and the last eighth of the layers, and in every third layer between.
+    """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 

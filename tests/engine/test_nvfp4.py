@@ -26,7 +26,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def float_group(targets: list[str], form: str) -> dict[str, Any]:
-    """A group of compressed-tensors. It quantises activations, too, which the engine does not do."""
+    """A group of compressed-tensors. It names quantised activations, which the engine ignores."""
     stated = "mxfp8-quantized" if form == "mxfp8" else f"{form}-pack-quantized"
     weights = {"num_bits": 8 if form == "mxfp8" else 4, "type": "float", "symmetric": True}
     strategy = {"strategy": "tensor_group", "group_size": 16} if form == "nvfp4" else {
