@@ -157,7 +157,7 @@ class Leases:
 
     @property
     def chunk_unit(self) -> int:
-        """Tokens of which a prompt's chunks have a multiple, except the last chunk."""
+        """Every chunk of a prompt but the last one has a multiple of this many tokens."""
         whole_pages = self.cache.has_states and self.engine.chunk_length >= self.page_size
         return self.page_size if whole_pages else 1
 
