@@ -204,7 +204,7 @@ def test_phi3_longrope(kind: str, tmp_path: Path) -> None:
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """The experts' blocks and scales of the published files, against the same numbers as floats."""
+    """The experts' blocks and scales give the logits of the same numbers stored as floats."""
     twin, found = write_mxfp4(tmp_path, num_hidden_layers=2, intermediate_size=64)
     ids = random_ids(twin.config["vocab_size"], LENGTH)
     expected = engine_logits(twin.directory, ids)

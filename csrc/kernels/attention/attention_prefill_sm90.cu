@@ -55,7 +55,7 @@ struct PrefillCta {
   const int entry_end = seq.length + cta_row + cta_rows;  // end of the entries that some row sees
   const int num_tiles = (entry_end + kTileEntries - 1) / kTileEntries;
 
-  // kFp8: the first of the CTA's rows of copies.
+  // Only kFp8: number of the first row of the copies that the CTA reads.
   __device__ __forceinline__ int first_copy() const {
     return copies.first_row(static_cast<int>(blockIdx.z), kv_head);
   }

@@ -37,10 +37,11 @@ __device__ __forceinline__ uint32_t window_of(int before1, int before2, int befo
 struct TreePlan {
   uint64_t ancestors[kMaxTreeSize];  // bit mask of each node's ancestors, the node itself included
   int parents[kMaxTreeSize];
-  int sizes[kMaxTreeSize];   // number of nodes in the node's subtree
-  int places[kMaxTreeSize];  // 1 + nodes of the siblings' subtrees that come before; bit 16: not
-                             // last
-  int slots[kMaxTreeSize];   // slot of the node's copy, or kNone
+  int sizes[kMaxTreeSize];  // number of nodes in the node's subtree
+  // 1 + the number of nodes in the subtrees of siblings that are visited before. Bit 16 is set if
+  // another sibling is visited after the node.
+  int places[kMaxTreeSize];
+  int slots[kMaxTreeSize];  // slot of the node's copy, or kNone
   Visit visits[kMaxTreeSize];
   uint32_t windows[kMaxTreeSize];  // the result of window_of for each node
 
