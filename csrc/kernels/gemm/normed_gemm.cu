@@ -43,7 +43,7 @@ struct Args {
 // Grid: (N, CTAs of the rows of x).
 template <typename T>
 __global__ void __launch_bounds__(kThreads) normed_gemm_kernel(const Args args) {
-  __shared__ float2 partial[kRows][kWarps];  // dot products, and sums of squares
+  __shared__ float2 partial[kRows][kWarps];  // dots with W, and sums of squares
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row_of_w = blockIdx.x;
   const int first = static_cast<int>(blockIdx.y) * kRows;

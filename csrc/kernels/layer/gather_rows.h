@@ -6,7 +6,7 @@
 namespace cpmcu {
 
 struct GatherRowsParams {
-  Tensor out;                      // [R', H], rows out_stride elements apart
+  Tensor out;                      // [R', H]; rows at a distance of out_stride
   Tensor x;                        // [T, H], same dtype
   const int* index = nullptr;      // [R] on the device; null: 0..R-1
   const int* out_index = nullptr;  // [R] on the device; null: 0..R-1

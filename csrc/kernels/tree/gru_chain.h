@@ -18,7 +18,7 @@ struct GruCellParams {
   Tensor from_input{};  // [B, 3 G] float32: W_input x
   Tensor from_state{};  // [B, 3 G] float32: W_state s; empty: s is 0
   Tensor state{};       // [B, G] s before the call, s' after it
-  Tensor copy{};  // [B, G] out: s' again, in rows copy_stride elements apart; same dtype as `state`
+  Tensor copy{};  // [B, G] out: s' again, in rows at a distance of copy_stride; dtype of `state`
   int64_t copy_stride = 0;
 };
 REGISTER_OP(gru_cell, GruCellParams)

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
     parents[i] = depth == 0 ? p.next_tokens[p.seq_slots[seq]]
                             : target_id(p, candidates[min(row, k - 1) - k]);
   }
-  float dots[kHeld] = {};  // dot products of successor `lane` with predecessors warp + i kPairWarps
+  float dots[kHeld] = {};  // dots of successor `lane` with predecessors warp + i kPairWarps
   for (int first = 0; first < rank; first += 8 * kVecs) {
     const int num_vecs = min(kVecs, (rank - first) / 8);
     const int element = first + 8 * min(lane, num_vecs - 1);
