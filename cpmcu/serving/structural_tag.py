@@ -123,7 +123,7 @@ class _Builder:
         return self._then(self._part(Grammar.json_schema(schema)), ends)
 
     def _regex(self, form: Object, ends: Ends) -> str:
-        # The ends are part of the pattern: a terminal of its own would be as long as it can.
+        # The ends are part of the pattern: a terminal of the content alone would match past them.
         pattern = f"(?:{_text(form, 'pattern')})"
         plain, named = self._sorted(ends)
         found = [] if ends and not plain else [self._part(Grammar.regex(pattern + _any_of(plain)))]

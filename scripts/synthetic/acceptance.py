@@ -47,7 +47,7 @@ class Pair:
     """The index of the unit vector in each row of the tables, and the successor of each token."""
 
     next_token: Array  # [V] the target's next token
-    drafted: Array  # [Vd] target ids, ascending: the cycle
+    drafted: Array  # [Vd] target ids that the draft knows, ascending
     accepted: Array  # [V] true: the draft predicts the same token
     embed_rows: Array  # [V]
     head_rows: Array  # [V]

@@ -91,7 +91,7 @@ def make_plan(
     draft_vocab: int,
     second: float,
 ) -> Plan:
-    """`config`, `draft`: of the target and of the draft, with overrides."""
+    """Returns the plan. `config`, `draft`: configs of the target and the draft, with overrides."""
     mask, rows = size(draft, "mask_token_id"), size(draft, "block_size")
     if mask >= config["vocab_size"]:
         raise SystemExit(

@@ -175,7 +175,7 @@ class Models:
     def drafted(self, kind: str, family: str, tree: dict[str, Any], **config: Any) -> Any:
         if (
             kind in ("dflash2", "lilicorr") and tree["spec_topk_per_iter"] > 1
-        ):  # its file says how many
+        ):  # the draft's file says how many
             tree = {key: value for key, value in tree.items() if key != "spec_topk_per_iter"}
         if kind == "ngram":
             tree = {"spec_num_iter": tree["spec_num_iter"]}

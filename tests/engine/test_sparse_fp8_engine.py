@@ -107,7 +107,7 @@ def test_logits_of_a_prompt(models: Models) -> None:
 
 
 def test_pages_hold_compressed_keys_in_16_bits(models: Models) -> None:
-    """A floor of a step counts the bytes of chosen blocks and of compressed keys."""
+    """The floor of a step counts the bytes of chosen blocks and of compressed keys."""
     made = models.target(FAMILY)
     config = EngineConfig(
         model=str(made.directory), device=models.device, memory_limit=0.2, kv_cache_dtype="fp8_e4m3"

@@ -26,7 +26,7 @@ from tests.reference.rnn_markov import RnnMarkov
 
 Array = npt.NDArray[Any]
 
-OFF_PATH = float(np.log(0.6))  # below a token that is not on the greedy path, without pairs
+OFF_PATH = float(np.log(0.6))  # without pairs: added to scores off the greedy path
 CANDIDATES, OF_DSPARK = 16, 32  # maximum number of candidates of a position
 
 # ---- the network

@@ -234,7 +234,7 @@ def test_tokens_beyond_a_stop_string_are_counted_as_accepted(start):
     job = Job(max_tokens=20, stop=[decode(tokens[5:7])], acceptance=acceptance)
     runner.submit(job.request)
     output = job.wait()
-    assert output.token_ids == tokens[:7]  # 1 + 4 + 2 of 4
+    assert output.token_ids == tokens[:7]  # 1 of prefill, 4 of a step, 2 of 4
     assert output.spec_decode_metrics.per_step_accepted == (3, 3)
 
 
