@@ -205,7 +205,7 @@ def joined(message: Message) -> dict[str, Any]:
 
 
 def _in_files(directory: Path) -> dict[str, str]:
-    """Name -> template, of the template files of a checkpoint directory."""
+    """Returns the templates in the files of a checkpoint directory, by name."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(directory.glob(f"{_FOLDER}/*.jinja"))}
     found = {}
@@ -219,7 +219,7 @@ def _in_files(directory: Path) -> dict[str, str]:
 
 
 def _in_config(stated: Any) -> dict[str, str]:
-    """Name -> template, of tokenizer_config.json. Raises ChatTemplateError for another type."""
+    """Returns tokenizer_config.json's templates by name. Raises ChatTemplateError for others."""
     if not stated or isinstance(stated, str):
         return {"default": stated} if stated else {}
     pairs: list[tuple[Any, Any]] = [(None, None)]

@@ -149,11 +149,11 @@ class SpeculativeConfig:
         return SpeculativeConfig(**{**core, **self.options, **values})
 
     def drafters_by_option(self) -> dict[str, bool]:
-        """Drafter -> is it required (or else refused) by an option that names it?"""
+        """Drafters that given options name. True: an option requires it; False: one refuses it."""
         return {drafter: bool(self.options[name]) for name, drafter in self.naming()}
 
     def naming(self) -> list[tuple[str, str]]:
-        """(Option, drafter) for each option given that requires or refuses a drafter."""
+        """Returns (option, drafter) for each option given that requires or refuses a drafter."""
         known = all_options()
         return [
             (name, drafter_of(known[name].owner))
@@ -204,7 +204,7 @@ def _core_fields() -> list[dataclasses.Field[Any]]:
 
 
 def speculation_fields() -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Name -> (field, type) of the arguments of SpeculativeConfig, options of drafters too."""
+    """Returns (field, type) of SpeculativeConfig's arguments by name, options of drafters too."""
     hints = typing.get_type_hints(SpeculativeConfig)
     found = {field.name: (field, hints[field.name]) for field in _core_fields()}
     return found | {name: (own.field, own.hint) for name, own in all_options().items()}

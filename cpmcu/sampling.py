@@ -368,7 +368,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Token id -> bias. Raises ValueError."""
+    """Returns the bias of each token id. Raises ValueError."""
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias is {shown(value)}, but must map token ids to numbers")
     biases = {integer("a logit_bias token id", token): bias for token, bias in value.items()}

@@ -71,7 +71,7 @@ class SpecDecodeMetrics:
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """[K]: entry i: share of the steps that accepted drafted positions 0 to i."""
+        """[K] shares: entry i is the share of the steps that accepted drafted positions 0 to i."""
         steps = self.num_spec_steps
         return tuple(count / steps if steps else 0.0 for count in self._at_least()[1:])
 
@@ -121,7 +121,7 @@ class SpecDecodeMetrics:
         }
 
     def _at_least(self) -> list[int]:
-        """[K + 1]: entry j: steps that accepted at least j tokens."""
+        """Returns [K + 1] numbers: entry j counts the steps that accepted at least j tokens."""
         return list(itertools.accumulate(reversed(self.acceptance_histogram)))[::-1]
 
 

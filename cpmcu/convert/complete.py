@@ -56,7 +56,7 @@ def model_shapes(fields: SpecFields) -> dict[str, Shape]:
 
 
 def head_shapes(fields: SpecFields, *, is_eagle3: bool) -> dict[str, Shape]:
-    """Name -> shape of an EAGLE or EAGLE-3 head's tensors except `fc`, in CPM.cu's naming."""
+    """Returns the shapes of an EAGLE or EAGLE-3 head's tensors but `fc`, by CPM.cu's names."""
     hidden = fields.hidden_size
     if is_eagle3:
         norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
@@ -71,7 +71,7 @@ def head_shapes(fields: SpecFields, *, is_eagle3: bool) -> dict[str, Shape]:
 
 
 def layer_shapes(fields: SpecFields, prefix: str, num_inputs: int) -> dict[str, Shape]:
-    """Name -> shape of one layer: projections, biases, post-attention norm, q and k norms."""
+    """Returns the shapes of one layer's tensors by name, without the norm before attention."""
     hidden, inner, head_dim = fields.hidden_size, fields.intermediate_size, fields.head_dim
     q, kv = fields.num_attention_heads * head_dim, fields.num_key_value_heads * head_dim
     shapes: dict[str, Shape] = {

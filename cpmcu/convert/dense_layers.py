@@ -58,7 +58,7 @@ class DenseLayers:
             self._sources |= {piece.name: (source, piece) for piece in names(source, fields)}
 
     def embed(self, batches: list[Tensor]) -> list[Tensor]:
-        """Ids [B, T] -> [B, T, H], of each batch."""
+        """Returns the embeddings [B, T, H] of the ids [B, T] of each batch."""
         table = self._read("model.embed_tokens.weight")
         scale = self.fields.embed_scale
         return [F.embedding(ids.to(self.device), table) * scale for ids in batches]

@@ -301,7 +301,7 @@ def _names(checkpoint: Checkpoint) -> _Names:
 def _slices(
     checkpoint: Checkpoint, module: str, linears: Mapping[str, _Linear], quant: _Format
 ) -> tuple[str, list[_Slice]]:
-    """(Output module that contains `module`, its slices in order of N)."""
+    """Returns (output module that contains `module`, its slices in order of N)."""
     linear = linears[module]
     if module.removeprefix("model.") == "fc":
         return module, _fc_slices(checkpoint, linear, quant)

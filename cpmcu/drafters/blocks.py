@@ -349,7 +349,7 @@ def _mask(
 def _tables(
     draft: DraftFiles, target: TargetModel, named: Mapping[str, str], vocab_ids: Sequence[int]
 ) -> tuple[bool, dict[str, str]]:
-    """(Has the draft an lm_head of its own?, tensors that are not read -> the reason.)
+    """Returns (does the draft have an own lm_head?, the reason by tensor that is not read).
 
     Raises ValueError if the embedding table is not a copy of the target's.
     """

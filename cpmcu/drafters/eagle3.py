@@ -190,7 +190,7 @@ def _check_fc(shape: tuple[int, ...], layers: list[int], target: TargetModel) ->
 
 
 def _vocab_ids(draft: DraftFiles, names: Mapping[str, str], target: TargetModel) -> list[int]:
-    """Draft id -> target id; empty if the ids are the same."""
+    """Returns the target id of each draft id; empty if the ids are the same."""
     vocab_size = target.fields.vocab_size
     if "d2t" not in names:
         stated = draft.config.get("draft_vocab_size") or draft.config.get("vocab_size")

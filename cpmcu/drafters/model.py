@@ -93,7 +93,7 @@ def _compare_tokenizers(draft: Path, target: Path) -> None:
 
 
 def _vocabulary(content: bytes) -> object:
-    """(vocabulary, added tokens) of a tokenizer.json; None for a damaged file."""
+    """Returns (vocabulary, added tokens) of a tokenizer.json; None for a damaged file."""
     try:
         tokenizer = json.loads(content)
         added = tokenizer.get("added_tokens") or []

@@ -60,7 +60,7 @@ class Layout:
     has_experts: bool = False
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """(Module, name within it); None for a tensor of the target."""
+        """Returns (module, name within it); None for a tensor of the target."""
         found = self.prefix.match(name)
         if found is None or int(found[1]) < self.first:
             return None
@@ -186,7 +186,7 @@ def is_chained(draft: DraftFiles) -> bool:
 
 
 def unread(draft: DraftFiles, layout: Layout, num_modules: int) -> dict[str, str]:
-    """Tensors of modules that are not read -> reason."""
+    """Returns the reasons why tensors of modules are not read, by tensor."""
     reasons = {}
     for name in draft.tensors:
         split = layout.split(name)

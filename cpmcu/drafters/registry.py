@@ -130,7 +130,7 @@ class Addition(Protocol):
         files: DraftFiles | None,
         speculation: SpeculativeConfig,
     ) -> tuple[str, DraftPlan]:
-        """(Name of the C++ drafter, plan) for the drafter `method` with its complete plan."""
+        """Returns (C++ drafter's name, plan) for the drafter `method` and its complete plan."""
 
 
 _drafters: dict[str, tuple[Drafter, str]] = {}
@@ -168,14 +168,14 @@ def register_drafter(name: str) -> Callable[[type[Drafter]], type[Drafter]]:
 
 
 def registered_drafters() -> dict[str, str]:
-    """Drafter -> file that registered it, sorted by name."""
+    """Returns the file that registered each drafter, sorted by the drafter's name."""
     for module in pkgutil.iter_modules(cpmcu.drafters.__path__, "cpmcu.drafters."):
         importlib.import_module(module.name)
     return {name: _drafters[name][1] for name in sorted(_drafters)}
 
 
 def get_drafter(method: str) -> tuple[str, Drafter]:
-    """(Registered name, drafter) for the method name of a user.
+    """Returns (registered name, drafter) for the method name of a user.
 
     Raises ValueError with the registered names if there is no such drafter.
     """
@@ -192,7 +192,7 @@ def get_drafter(method: str) -> tuple[str, Drafter]:
 
 
 def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, Drafter]:
-    """(Registered name, drafter) for a draft's files.
+    """Returns (registered name, drafter) for a draft's files.
 
     Raises ValueError if there is no single match or the match is not the `expected` drafter.
     """

@@ -295,7 +295,7 @@ def without_names(tokenizer: str) -> str:
 
 
 def named_tokens(tokenizer: str) -> dict[str, int]:
-    """Name -> id of the tokens that `without_names` hides. No text of a grammar matches them."""
+    """Returns the ids of the tokens that `without_names` hides, by name. No text matches them."""
     data = json.loads(tokenizer)
     added = _added(data, _merges(data["model"]))
     return {token["content"]: token["id"] for token in added if _is_named(token)}

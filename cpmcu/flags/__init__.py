@@ -295,7 +295,7 @@ def _argument(
 
 
 def _scalar(hint: Any) -> tuple[Callable[[str], Any], bool]:
-    """(converter, repeatable?) of a type hint such as `int | None` or `tuple[str, ...]`."""
+    """Returns (converter, repeatable?) of a type hint such as `int | None` or `tuple[str, ...]`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         options = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         repeated = [arg for arg in options if typing.get_origin(arg) is not None]

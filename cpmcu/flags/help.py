@@ -52,7 +52,7 @@ def short_help(
 def _rows(
     group: argparse._ArgumentGroup, briefs: Briefs
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """(flag, brief) rows of a group, and the flags without a brief."""
+    """Returns (flag, brief) rows of a group, and the flags without a brief."""
     shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
     if not any(action.dest in briefs for action in shown):
         return [(flag_text(action), (action.help or "").replace("%%", "%")) for action in shown], []

@@ -375,7 +375,7 @@ class LLM:
 
     @functools.cached_property
     def named_tokens(self) -> dict[str, int]:
-        """Name -> id of the special tokens, which a grammar must name since no text matches them.
+        """Returns the ids of special tokens by name. A grammar names them: no text matches them.
 
         Raises ValueError if the tokenizer has no tokenizer.json.
         """
@@ -399,7 +399,7 @@ class LLM:
             return self._grammars.start(grammar)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[list[int], BadWords | None]:
-        """(Words of one token, words of several tokens). Each word counts after a space, too."""
+        """Returns (words of one token, words of several). Each word counts after a space, too."""
         found: set[tuple[int, ...]] = set()
         for word in words:
             for text in (word, f" {word.lstrip()}"):

@@ -114,7 +114,7 @@ def _report(config: EngineConfig, found: Fit) -> None:
 
 
 def _changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """(What a user writes, the configuration with it), those that change no text first."""
+    """Yields (what a user writes, the configuration with it), those that change no text first."""
     if (config.max_num_seqs or 1) > 1:
         yield "max_num_seqs 1", replace(config, max_num_seqs=1)
     if (config.chunk_length or 0) > _LEAST_CHUNK:

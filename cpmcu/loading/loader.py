@@ -288,7 +288,7 @@ def _stored_head(quant: QuantPlan) -> str:
 def _expected(
     engine: C.Engine, wanted: Callable[[str], bool]
 ) -> tuple[dict[str, TensorMeta], list[str]]:
-    """(Tensors that the engine accepts, names that it requires), of the `wanted` names."""
+    """Returns (tensors that the engine accepts, names that it requires), of the `wanted` names."""
     infos = [info for info in engine.expected_tensors() if wanted(info.name)]
     metas = {info.name: TensorMeta(info.name, info.dtype, tuple(info.shape)) for info in infos}
     return metas, [info.name for info in infos if info.required]
@@ -344,7 +344,7 @@ def choose_dtype(
     tensors: Mapping[str, TensorMeta],
     device: str,
 ) -> tuple[str, str]:
-    """(dtype of weights and activations, reason for this dtype).
+    """Returns (dtype of weights and activations, reason for this dtype).
 
     If `asked` is None or "auto", the dtype is that of config.json, else that of most weights. On
     CUDA, which has no float32 kernels, float32 becomes bfloat16. Raises ValueError if float32 is

@@ -119,7 +119,7 @@ def plan_load(
 def by_engine_names(
     values: Mapping[str, Value], names: NameMap, fields: SpecFields
 ) -> dict[str, Value]:
-    """Values by the checkpoint's names of modules -> by the engine's names."""
+    """Returns values by the engine's names of modules, from those by the checkpoint's names."""
     found = {}
     for module, value in values.items():
         # Any leaf except "weight": the name map splits weights of fused projections.

@@ -190,7 +190,7 @@ def _check_per_layer(reader: ConfigReader, width: int) -> None:
 
 
 def _kv_layers(reader: ConfigReader, kinds: Sequence[str]) -> list[int | None]:
-    """For each layer, the one whose keys and values it reads; None: its own."""
+    """Returns, for each layer, the layer whose keys and values it reads; None: its own."""
     shared = reader.config.get("num_kv_shared_layers") or 0
     if shared:
         shared = reader.positive_int("num_kv_shared_layers", most=len(kinds) - 1)
@@ -238,7 +238,7 @@ def _full(
 
 
 def stored_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
-    """Kind of layer -> the last layer of this kind that has keys and values of its own."""
+    """Returns, by kind of layer, the last layer of this kind with keys and values of its own."""
     reader = ConfigReader({**DEFAULTS, **config})
     kinds = layer_kinds(reader, num_layers, FULL_INTERVAL)
     kinds[-1] = KINDS[1]

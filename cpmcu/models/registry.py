@@ -119,7 +119,7 @@ def _family_names() -> list[str]:
 
 
 def registered_models() -> dict[str, str]:
-    """Architecture -> file that registered it, sorted by name."""
+    """Returns the file that registered each architecture, sorted by the architecture's name."""
     _scan()
     return {name: _families[name].source for name in sorted(_families)}
 

@@ -178,7 +178,7 @@ def refuse_order(quant: Mapping[str, Any], group_size: int) -> None:
 
 
 def size_of(qweight: TensorMeta, bits: int = 4) -> tuple[int, int]:
-    """(K, N) of a layer. Raises ValueError for another dtype or number of dimensions."""
+    """Returns (K, N) of a layer. Raises ValueError for another dtype or number of dimensions."""
     in_word = 32 // bits
     if qweight.dtype != "int32" or len(qweight.shape) != 2:
         raise misfit(qweight, f"int32 [K / {in_word}, N]")

@@ -84,7 +84,7 @@ def _others(module: str) -> Iterator[str]:
 
 
 def _own_options(parts: Sequence[Part], common: LinearOptions) -> dict[str, LinearOptions]:
-    """Matrix -> its options, of those that differ from the common ones."""
+    """Returns the options of the matrices whose options differ from the common ones."""
     form_of = {module: part for part in parts for module in part.modules}
     own = {}
     for module, part in form_of.items():

@@ -137,7 +137,7 @@ def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> 
 
 
 def registered_quants() -> dict[str, str]:
-    """Scheme -> file that registered it, sorted by name."""
+    """Returns the file that registered each scheme, sorted by the scheme's name."""
     for module in pkgutil.iter_modules(cpmcu.quant.__path__, "cpmcu.quant."):
         importlib.import_module(module.name)
     return {name: _schemes[name][1] for name in sorted(_schemes)}

@@ -41,7 +41,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def environment() -> list[tuple[str, str]]:
-    """(subject, value) rows. Needs neither a GPU nor the compiled extension."""
+    """Returns (subject, value) rows. Needs neither a GPU nor the compiled extension."""
     return [
         ("cpmcu", f"{__version__}, in {Path(__file__).parent}"),
         ("python", f"{platform.python_version()}, {sys.executable}"),

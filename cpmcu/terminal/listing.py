@@ -20,7 +20,7 @@ _REGISTRIES = (
 
 
 def registered() -> list[tuple[str, str, str]]:
-    """(kind, name, file) rows. C++ rows are left out if the extension is missing."""
+    """Returns (kind, name, file) rows. C++ rows are left out if the extension is missing."""
     rows = []
     for kind, module, function in _REGISTRIES:
         package = module.rpartition(".")[0]

@@ -308,7 +308,7 @@ class Step:
 
 
 def ops_of(step: Step) -> list[tuple[str, int, Callable[[], None]]]:
-    """(name, launches per step, op) in the order of a step; 0 launches: for comparison only."""
+    """Returns (name, launches per step, op) in the order of a step. 0 launches: not in a step."""
     return [
         ("begin_draft", 1, step.begin_draft),
         ("gather last hidden, 1 row", 1, step.gather_last),

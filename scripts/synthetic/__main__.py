@@ -150,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Path, str | None]]:
-    """(Preset, folder, format) of each checkpoint to write. `config`: with overrides.
+    """Returns (preset, folder, format) of each checkpoint to write. `config`: with overrides.
 
     Raises SystemExit for flags that do not go together.
     """

@@ -160,7 +160,9 @@ def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
 
 
 def pass_left_half(hidden: int, last: Callable[[Source], Array] | None = None) -> Fill:
-    """[I | 0] for the input [embedding | hidden state], plus noise: zeros would run faster.
+    """A fill with [I | 0] for the input [embedding | hidden state], plus noise.
+
+    Without noise the zeros would make steps faster.
 
     `last` [H] is added to the column of the embedding's last element.
     """

@@ -43,7 +43,7 @@ def attention_tensors(
 def mlp_tensors(
     config: Config, prefix: str, branch: float, width: str = "intermediate_size"
 ) -> Iterator[TensorSpec]:
-    """`width` is the key of the width in the config."""
+    """Yields the tensors of an MLP. `width`: the key of its width in the config."""
     hidden, intermediate = config["hidden_size"], config[width]
     yield matrix(f"{prefix}gate_proj.weight", intermediate, hidden)
     yield matrix(f"{prefix}up_proj.weight", intermediate, hidden)

@@ -59,7 +59,7 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = GraniteRMSNorm(dim, eps), GraniteRMSNorm(dim, eps)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[B, T, heads * D] -> [B, heads, T, D]."""
+        """Returns [B, heads, T, D] for [B, T, heads * D]."""
         return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
 
     def rotated(self, x: Tensor, rope: Rope) -> Tensor:
@@ -212,7 +212,7 @@ class Block(Head):
         self.mask_embedding.mul_(table.float().std().to(self.mask_embedding))
 
     def architecture(self) -> dict[str, Any]:
-        """`mask_token_id` is a placeholder: the file has a mask_embedding."""
+        """Returns the config. `mask_token_id` is a placeholder: the file has a mask_embedding."""
         layers = [layer - 1 for layer in self.aux_layers]  # outputs of layers, not inputs
         mask = self.target.get("pad_token_id") or 0
         common: dict[str, Any] = {

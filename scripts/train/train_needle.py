@@ -98,7 +98,7 @@ class Texts(IterableDataset):
         return torch.rand(*shape, generator=self.generator, device=self.device)
 
     def draw(self, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """`count` texts of `length` tokens, and their targets."""
+        """Returns `count` texts of `length` tokens, and their targets."""
         width = len(self.form)
         slots = (length - 1) // (width + GAP)
         names = self.names[: length // self.tokens_per_name]

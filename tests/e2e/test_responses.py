@@ -36,7 +36,7 @@ def plain(response):
 
 
 def streamed(scripted, script, **fields) -> tuple[list, Response]:
-    """(all events, the response of the last one). Checks numbers and the first events."""
+    """Returns (all events, the response of the last one). Checks numbers and the first events."""
     events = list(ask(scripted, script, stream=True, **fields))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]

@@ -128,7 +128,7 @@ READ_BY_CODEX = {
 
 
 def codex(scripted, body):
-    """(the items that Codex keeps, the last event). It reads only some of the events."""
+    """Returns (the items that Codex keeps, the last event). It reads only some of the events."""
     items, last = [], None
     headers = {"accept": "text/event-stream", "originator": "codex_exec"}
     url = f"{scripted.url}/v1/responses"

@@ -19,7 +19,7 @@ def ask(scripted: Server, script: str, **fields):
 
 
 def streamed(scripted: Server, script: str, **fields):
-    """(content, reasoning, calls by index, finish reason, pieces) of a streamed answer."""
+    """Returns (content, reasoning, calls by index, finish reason, pieces) of a streamed answer."""
     content, reasoning, calls, finish, pieces = "", "", {}, None, []
     for chunk in ask(scripted, script, stream=True, **fields):
         for choice in chunk.choices:

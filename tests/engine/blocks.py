@@ -88,7 +88,7 @@ class Pair:
         return Sequenced(slot, [*ids, first])
 
     def step(self, sequences: Sequence[Sequenced], shape: tuple[int, int] | None = None) -> None:
-        """One step of these sequences."""
+        """Runs one step of these sequences."""
         engine, slots = self.engine, [each.slot for each in sequences]
         for each in sequences:
             wanted = len(each.text) + engine.tokens_per_step

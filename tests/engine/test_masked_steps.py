@@ -38,7 +38,7 @@ def masked_models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Mode
 
 
 def allowed(tokens: list[int]) -> np.ndarray:
-    """[V] bool: the tokens that may follow an output.
+    """Returns, as bool [V], the tokens that may follow an output.
 
     After every third token it allows at least half of the vocabulary, else a few tokens.
     """

@@ -111,7 +111,7 @@ class Slot:
         return tokens[1:]
 
     def rows(self, heads: int, width: int) -> npt.NDArray[Any]:
-        """[entries, planes, heads, width] as bits: the target's planes and the modules'."""
+        """Returns bits [entries, planes, heads, width] of the target's and the modules' planes."""
         from cpmcu import C
 
         engine, pages = self.engine, []

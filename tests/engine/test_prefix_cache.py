@@ -21,7 +21,7 @@ KINDS = ["", *SOME_DRAFTS]
 
 
 def engine_of(models: Models, kind: str, **config: Any) -> tuple[str, Any]:
-    """(target, engine) with a draft of `kind`; "": none."""
+    """Returns (target, engine) with a draft of `kind`; "": none."""
     if not kind:
         return "llama", models.engine("llama", None, **config)
     family = family_of(kind)

@@ -50,7 +50,7 @@ def test_dense_attention_is_another_model_from_dense_len_on(
 
 
 def test_options_change_the_rule(sparse_models: Models) -> None:
-    """`first`: the first token whose logits differ from those of dense attention."""
+    """The logits differ from those of dense attention from token `first` on."""
     ids = random_ids(450, VOCAB, seed=4)
     dense = prompt_logits(sparse_models.engine(FAMILY, None, apply_sparse=False), ids)
     for changes, first in [

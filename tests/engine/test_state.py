@@ -125,7 +125,7 @@ def test_more_than_256_sequences_are_refused(models: Models) -> None:
 
 @pytest.mark.parametrize("kind", [None, "noisy", "ngram"])
 def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> None:
-    """On CUDA some of these batch sizes are padded."""
+    """On CUDA, steps of some of these numbers of sequences are padded."""
     engine = engine_of(models, kind, max_num_seqs=9)
     names = list(SAMPLINGS)
     jobs = [

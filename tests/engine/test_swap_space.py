@@ -74,7 +74,7 @@ def test_nothing_is_computed_again(models: Models, family: str, kind: str) -> No
 
 @pytest.mark.parametrize("decoded", [False, True])
 def test_with_a_prefix_cache(models: Models, decoded: bool) -> None:
-    """`decoded` publishes pages of a sequence when it is swapped."""
+    """With `decoded`, the pages of a sequence are published when it is swapped."""
     engine, taken = engine_of(models, "llama", "minicpm_eagle" if SMALL else "eagle_bias")
     swap_bytes = 100 * engine.pages.page_bytes
     with running(engine, swap_bytes, host_bytes=3 * engine.pages.page_bytes, decoded=decoded) as (

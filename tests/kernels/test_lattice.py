@@ -98,7 +98,7 @@ class Pairs:
     def check(
         self, device: str, *, gated: bool, mapped: bool, keeps_rest: bool, both: bool = False
     ) -> None:
-        """`both`: the gates depend on the predecessor, too."""
+        """Compares the scores. `both`: the gates depend on the predecessor, too."""
         tokens, pairs = self.run(
             device, gated=gated, mapped=mapped, both=both, keeps_rest=keeps_rest
         )

@@ -31,7 +31,7 @@ def check_step(
     bias: bool = False, norm: bool = False, scaling: float = 1.0, eps: float = 1e-6,
     rotary_dim: int = 0, spread: bool = False, norm_offset: float = 0,
 ) -> None:  # fmt: skip
-    """`spread`: a gate of the size of a head follows each query head."""
+    """Checks a step. `spread`: a gate of the size of a head follows each query head."""
     num_heads, num_kv, dim = heads
     columns = (num_heads + 2 * num_kv) * dim
     rng = np.random.default_rng(3)

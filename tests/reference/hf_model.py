@@ -14,14 +14,14 @@ Array = npt.NDArray[Any]
 
 
 def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]) -> Array:
-    """[T, V], float32, for a config.json and float32 weights of any family except MiniCPM."""
+    """Returns logits [T, V] in float32, for a config.json and weights of any family but MiniCPM."""
     return hf_states(config, weights, ids)[0]
 
 
 def hf_states(
     config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]
 ) -> tuple[Array, Array]:
-    """(logits [T, V], hidden states after the final norm [T, H]), float32."""
+    """Returns (logits [T, V], hidden states after the final norm [T, H]), float32."""
     import torch
 
     model = hf_model(config, weights)
@@ -69,7 +69,7 @@ def hf_model(config: Mapping[str, Any], weights: Mapping[str, Array]) -> Any:
 def fold_minicpm(
     config: Mapping[str, Any], weights: Mapping[str, Array]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """(config, weights) of the Llama equal to a MiniCPM: its scales are folded into weights."""
+    """Returns (config, weights) of a Llama equal to a MiniCPM, whose scales go into weights."""
     residual = config["scale_depth"] / np.sqrt(config["num_hidden_layers"])
     logit = config["dim_model_base"] / config["hidden_size"]
     folded = {name: np.array(array, np.float64) for name, array in weights.items()}

@@ -24,7 +24,7 @@ def pair_scores(
     predecessor_gates: Array | None = None,
     keeps_rest: bool = False,
 ) -> tuple[Array, Array]:
-    """(Target ids [B, D, K], scores [B, D, K, K]) in float64. At depth 0 only parent 0 counts."""
+    """Returns (target ids [B, D, K], scores [B, D, K, K]). At depth 0 only parent 0 counts."""
     num_seqs, depth, topk = candidates.shape
     tokens = candidates.copy()
     if id_map is not None:
@@ -50,7 +50,7 @@ def pair_scores(
 
 
 def all_paths(scores: Array, depth: int, off_path: float) -> dict[tuple[int, ...], float]:
-    """Path -> score, of one sequence. `scores` is [D, K] or [D, K, K]."""
+    """Returns the scores of all paths of a sequence. `scores` is [D, K] or [D, K, K]."""
     found: dict[tuple[int, ...], float] = {}
 
     def grow(path: tuple[int, ...], total: np.float32, on_path: bool) -> None:

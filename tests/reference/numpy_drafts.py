@@ -40,7 +40,7 @@ def rotate(x: Array, positions: Array, fields: SpecFields) -> Array:
 
 
 def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """q [T, Hq, D], k and v [S, Hkv, D], visible [T, S] -> [T, Hq * D]."""
+    """Returns attention [T, Hq * D] of q [T, Hq, D] over k and v [S, Hkv, D]; visible [T, S]."""
     group = q.shape[1] // k.shape[1]
     outputs = []
     for head in range(q.shape[1]):
@@ -83,7 +83,7 @@ class NumpyTarget:
         return (hidden * self.dtype(fields.logit_scale)) @ self.weights[name].T
 
     def states(self, ids: Sequence[int], layers: Sequence[int] = ()) -> tuple[Array, list[Array]]:
-        """([T, H] after the final norm, residual stream entering each of `layers`)."""
+        """Returns (states [T, H] after the final norm, the inputs of `layers`)."""
         fields, weights = self.fields, self.weights
         positions = np.arange(len(ids))
         visible = positions[:, None] >= positions[None, :]

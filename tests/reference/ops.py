@@ -37,7 +37,7 @@ def gemm(x: F64, w: F64, alpha: float, beta: float, y: F64) -> F64:
 
 
 def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None) -> F64:
-    """q [K, N], scales and zero points [ceil(K / 128) or 1, N] -> W [N, K]."""
+    """Returns W [N, K] from q [K, N], scales and zero points [ceil(K / 128) or 1, N]."""
     group = np.arange(len(q)) // 128 if len(scales) > 1 else np.zeros(len(q), np.int64)
     z = 8 if zeros is None else zeros.astype(np.int64)[group]
     return ((q.astype(np.int64) - z) * scales[group]).T

@@ -35,7 +35,7 @@ def pack_awq(q: U8) -> I32:
 
 
 def unpack_awq(qweight: I32) -> U8:
-    """qweight [K, N / 8] -> q [K, N], and qzeros [G, N / 8] -> z [G, N]."""
+    """Returns q [K, N] of qweight [K, N / 8], and z [G, N] of qzeros [G, N / 8]."""
     return split_nibbles(qweight)[:, :, np.argsort(_AWQ_ORDER)].reshape(qweight.shape[0], -1)
 
 
@@ -77,7 +77,7 @@ def unpack_compressed_zeros(zero_point: I32, n: int) -> U8:
 
 
 def unpack_marlin(qweight: I32) -> U8:
-    """qweight [K / 16, 2 N] -> q [K, N]."""
+    """Returns the codes [K, N] that qweight [K / 16, 2 N] holds."""
     tiles, words = qweight.shape
     check_multiple("the width of a Marlin qweight", words, 128)
     parts = split_nibbles(qweight).reshape(tiles, words // 128, 8, 4, 4, 2, 2, 2)

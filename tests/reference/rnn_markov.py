@@ -28,7 +28,7 @@ class RnnMarkov:
         return {}
 
     def step(self, path: tuple[int, ...]) -> tuple[Array, Array]:
-        """(The state after a path, the output that scores the candidates below it), each [r]."""
+        """Returns (state after a path, output that scores the candidates below it), each [r]."""
         if path not in self._steps:
             rank = len(self.root)
             state = self.step(path[:-1])[0] if path else np.zeros(rank)

@@ -29,7 +29,7 @@ class Rule:
 
 
 def compress(k: F64, spans: tuple[int, int]) -> F64:
-    """k [tokens, Hkv, D] -> the mean of each complete span [spans, Hkv, D]."""
+    """Returns the mean [spans, Hkv, D] of each complete span of k [tokens, Hkv, D]."""
     length, stride = spans
     begins = range(0, len(k) - length + 1, stride)
     return np.array([k[i : i + length].mean(axis=0) for i in begins]).reshape(-1, *k.shape[1:])
@@ -43,7 +43,7 @@ def num_visible(position: int, spans: tuple[int, int]) -> int:
 
 
 def block_scores(q: F64, fine: F64, coarse: F64, position: int, scale: float) -> F64:
-    """[Hkv, blocks before the query's]; a block without a visible key has -inf.
+    """Returns scores [Hkv, blocks before the query's]. A block without a visible key has -inf.
 
     q [Hq, D]; fine and coarse: compressed keys [spans, Hkv, D].
     """
@@ -72,7 +72,7 @@ def candidates(position: int, rule: Rule) -> range:
 def selected_blocks(
     q: F64, fine: F64, coarse: F64, position: int, rule: Rule, scale: float
 ) -> Bools:
-    """[Hkv, blocks up to the query's]: the blocks that the query attends to."""
+    """Returns bool [Hkv, blocks up to the query's]: does the query attend to the block?"""
     own = position // BLOCK
     chosen = np.zeros((fine.shape[1], own + 1), bool)
     if position < rule.dense_len:

@@ -158,7 +158,7 @@ def write(
 
 
 def quantise(weight: Array, group_size: int) -> tuple[Array, Array]:
-    """W [N, K] -> q uint8 [K, N] and scales float32 [G, N], w ~ (q - 8) * scale."""
+    """Rounds W [N, K] to q uint8 [K, N] and scales float32 [G, N], w ~ (q - 8) * scale."""
     n, k = weight.shape
     groups = 1 if group_size == -1 else k // group_size
     parts = weight.T.reshape(groups, -1, n)
@@ -168,7 +168,7 @@ def quantise(weight: Array, group_size: int) -> tuple[Array, Array]:
 
 
 def words(values: Array) -> Array:
-    """[R, C] of 0..15 -> int32 [R, C / 8], the first of eight in the lowest bits."""
+    """Packs eight of 0..15 into a word, the first in the lowest bits: [R, C] becomes [R, C / 8]."""
     parts = values.reshape(len(values), -1, 8).astype(np.uint32)
     packed = np.zeros(parts.shape[:2], np.uint32)
     for i in range(8):

@@ -167,7 +167,7 @@ def in_awq_order(values: Array) -> Array:
 
 
 def words(values: Array, bits: int) -> torch.Tensor:
-    """[R, C] -> int32 [R, C * bits / 32], the first number in the lowest bits."""
+    """Packs numbers [R, C] into int32 [R, C * bits / 32], the first one in the lowest bits."""
     parts = values.reshape(len(values), -1, 32 // bits).astype(np.uint64)
     packed = sum(parts[:, :, i] << np.uint64(bits * i) for i in range(32 // bits))
     return torch.from_numpy(np.asarray(packed).astype(np.uint32).view(np.int32))

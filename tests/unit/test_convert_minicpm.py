@@ -180,7 +180,7 @@ def test_dtype(tmp_path: Path) -> None:
 
 
 def test_notes_report_rounding(tmp_path: Path) -> None:
-    """12 times 129/128 exceeds 8 mantissa bits; all other products are exact."""
+    """12 times 129/128 needs more than 8 bits of mantissa. All other numbers stay exact."""
     overrides = {"scale_depth": 2.0, "num_hidden_layers": 4}
     tiny = write_tiny(tmp_path / "in", "minicpm", dtype="bfloat16", **overrides)
     table = np.ones((203, 64), np.float32)

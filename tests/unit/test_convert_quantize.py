@@ -50,7 +50,7 @@ def decoded(tensors: dict[str, Array], name: str) -> Array:
 
 
 def values(array: Array) -> Array:
-    """bfloat16 as uint16 -> float32; other dtypes unchanged."""
+    """Returns bfloat16 (stored as uint16) as float32, and other dtypes unchanged."""
     return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
 
 

@@ -48,7 +48,7 @@ def no_check_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """(preset, GB, fields of EngineConfig) -> the plan of that model in 4 bits."""
+    """Returns a function (preset, GB, fields) that plans the preset in 4 bits with these GB."""
     folder = tmp_path_factory.mktemp("hollow")
 
     def made(name: str, gigabytes: float, quant: str | None = "gptq", **fields: Any) -> LoadedModel:

@@ -245,7 +245,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def vocabulary() -> tuple[list[str], list[str]]:
-    """(tokens, merges) of a small byte-level BPE."""
+    """Returns (tokens, merges) of a small byte-level BPE."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

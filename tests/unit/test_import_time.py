@@ -17,7 +17,7 @@ print(seconds, *({heavy} & set(sys.modules)))
 
 
 def measure(module: str, runs: int) -> tuple[float, set[str]]:
-    """(CPU seconds of the fastest import in a new process, heavy modules that it loaded)."""
+    """Returns (CPU seconds of the fastest import in a new process, heavy modules it loaded)."""
     best, heavy = float("inf"), set()
     for _ in range(runs):
         program = PROGRAM.format(module=module, heavy=HEAVY)

@@ -72,7 +72,7 @@ def test_the_launches_of_each_kind_of_layer(name: str, tmp_path: Path) -> None:
 
 
 def launches_of(engine: Any, architecture: str) -> dict[str, int]:
-    """The ops of each launch of layer 0 of a decode pass -> bytes."""
+    """Returns the bytes of each launch of layer 0 in a decode pass, by its ops."""
     found = engine.launches(capability=capability_of(architecture))
     return {", ".join(row["ops"]): row["bytes"] for row in found if row["layer"] == 0}
 

@@ -19,7 +19,7 @@ NAMED = re.compile(TYPE + r"\s*[;&*]")
 
 
 def code_of(csrc: Path) -> Iterator[tuple[Path, str, str]]:
-    """(path, folder, text without comments) of each file in a folder that has a layer."""
+    """Yields (path, folder, text without comments) of each file in a folder that has a layer."""
     for source in sorted(csrc.rglob("*")):
         if source.suffix not in SUFFIXES:
             continue

@@ -36,7 +36,7 @@ LINES = {name: line for line, names in enumerate(ORDER) for name in names.split(
 
 
 def modules() -> dict[str, Path]:
-    """Name below cpmcu -> file; of a package, its __init__.py."""
+    """Returns the file of each module below cpmcu by name; of a package, its __init__.py."""
     found = {}
     for path in (ROOT / "cpmcu").rglob("*.py"):
         parts = path.relative_to(ROOT / "cpmcu").with_suffix("").parts

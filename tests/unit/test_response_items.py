@@ -11,7 +11,7 @@ from cpmcu.serving.responses.items import seal, to_chat, unseal
 
 
 def translated(body):
-    """(the messages that a template gets, the chat request, their places)."""
+    """Returns (the messages that a template gets, the chat request, their places)."""
     request = ResponsesRequest.model_validate(body)
     request.check()
     items = [(f"input[{i}]", item) for i, item in enumerate(request.items)]

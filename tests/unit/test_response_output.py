@@ -57,7 +57,7 @@ STORIES = {
 
 
 def told(parts, status="completed", sealed=False):
-    """(items, events), each event as it was when it was sent."""
+    """Returns (items, events), each event as it was when it was sent."""
     output = ResponseOutput(seal_reasoning=sealed, texts=None)
     events = []
     for part in parts:

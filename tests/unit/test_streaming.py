@@ -104,7 +104,7 @@ def test_the_event_loop_goes_on_meanwhile(make: Stage) -> None:
 
 
 def test_scoring_generates_nothing(make: Stage) -> None:
-    """`max_tokens` 0, beside a request that generates, and for a prompt of one token."""
+    """A request with `max_tokens` 0 may run beside others, and its prompt may have one token."""
     score = SamplingParams(max_tokens=0, prompt_logprobs=1)
     with make(step_seconds=0.001) as llm:
         prompts = [[7], list(range(30)), [3, 4]]

@@ -222,7 +222,7 @@ def special_tokens(request, tmp_path_factory) -> tuple[Tokenizer, GrammarCompile
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_an_output_follows_a_structural_tag(models, temperature):
-    """`output_of` compares the output with a draft and without."""
+    """The output with a draft equals that without (`output_of`)."""
     form = {**CALLS, "at_least_one": True, "stop_after_first": True}
     output = output_of(models, temperature=temperature, grammar=grammar_of(form))
     assert output.text.startswith(("<f=a>", "<f=b>"))

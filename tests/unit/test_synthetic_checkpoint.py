@@ -25,7 +25,7 @@ def write(preset: str, out: Path, *flags: str) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
-    """name -> (dtype, shape, fp32 values), parsed by hand."""
+    """Returns (dtype, shape, float32 values) of each tensor by name, parsed by hand."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

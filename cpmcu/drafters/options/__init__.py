@@ -122,6 +122,6 @@ def option_fields() -> dict[str, OptionField]:
 
 
 def all_options() -> dict[str, OptionField]:
-    """Name -> option, of all drafters of the package and of those registered from outside."""
+    """Returns all options by name, of drafters in the package and of those from outside."""
     registered_options()
     return option_fields()

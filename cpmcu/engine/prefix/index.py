@@ -61,7 +61,7 @@ class PrefixIndex:
         return len(self._idle_pages)
 
     def find(self, key: bytes, parent: Entry | None, tokens: bytes) -> Entry | None:
-        """The entry of these tokens behind `parent`."""
+        """Returns the entry of these tokens behind `parent`."""
         entry = self._entries.get(key)
         if entry is None or entry.parent is not parent or entry.tokens != tokens:
             return None

@@ -19,7 +19,7 @@ def root_key(seed: str, salt: str, hash_bytes: Hash = xxh3_128) -> bytes:
 def page_keys(
     data: bytes, page_size: int, root: bytes, hash_bytes: Hash = xxh3_128
 ) -> list[tuple[bytes, bytes]]:
-    """(key, token ids) of each full page, in order. `data` has token ids as 4 bytes each."""
+    """Returns (key, token ids) of each full page, in order. `data`: token ids of 4 bytes."""
     width = 4 * page_size
     keys: list[tuple[bytes, bytes]] = []
     key = root

@@ -230,7 +230,7 @@ def _two_levels(form: Form, numbers: npt.NDArray[np.float16], groups: npt.NDArra
 
 
 def _records_of_halves(form: Form, numbers: npt.NDArray[np.float16]) -> U8:
-    """Numbers for 32 k [N, K / 32] -> records [N, bytes]. Numbers beyond K are 0."""
+    """Returns records [N, bytes] of numbers for 32 k [N, K / 32]. Numbers beyond K are 0."""
     rows, per_block = len(numbers), _BLOCK_K // 32
     padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % per_block)))
     records = padded.view(np.uint8).reshape(rows, -1, 2 * per_block)

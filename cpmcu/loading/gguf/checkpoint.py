@@ -176,7 +176,7 @@ class GgufCheckpoint:
 
 
 def _named(tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """Hugging Face's names -> tensors. Stacked experts become one tensor for each expert."""
+    """Returns tensors by Hugging Face's names. Stacked experts become a tensor for each expert."""
     found = _EXPERTS.match(tensor.name)
     if found is None:
         return {hf_name(tensor.name): tensor}

@@ -86,7 +86,7 @@ def end_ids(header: GgufHeader) -> list[int]:
 
 
 def rotated_heads(header: GgufHeader) -> dict[str, int]:
-    """Projections whose rows llama.cpp reordered -> number of heads."""
+    """Returns the number of heads of each projection whose rows llama.cpp reordered."""
     if header.metadata.get("general.architecture") != "llama":
         return {}
     config = hf_config(header)

@@ -58,7 +58,7 @@ def register_tool_parser(
 
 
 def registered_tool_parsers() -> dict[str, str]:
-    """Tool parser -> file that registered it, sorted by name."""
+    """Returns the file that registered each tool parser, sorted by the parser's name."""
     package = cpmcu.serving.tool_parsers
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)

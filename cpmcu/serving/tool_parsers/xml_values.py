@@ -36,7 +36,7 @@ def to_json(text: str, types: set[str]) -> str:
 
 
 def _plain(text: str) -> tuple[Any, str] | None:
-    """(value, JSON) of a text that is not a string; None if it is neither JSON nor Python."""
+    """Returns (value, JSON) of a text that is JSON or Python, but not a string; otherwise None."""
     try:
         value = strict_json.read(text)
         return None if isinstance(value, str) else (value, text)
