@@ -80,7 +80,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _serve(config: ServerConfig, engine: EngineConfig) -> int:
-    for name in _PACKAGES:  # before the model is loaded, during which they are imported
+    for name in _PACKAGES:  # they are imported while the model is loaded
         if not is_installed(name):
             raise ImportError(_to_install(name))
     try:

@@ -31,7 +31,7 @@ def give_back() -> None:
     if trim is None or not _lock.acquire(blocking=False):
         return
     try:
-        gc.collect()  # frees exceptions, which refer to their requests and back
+        gc.collect()  # frees requests and exceptions that refer to each other
         trim(0)  # ctypes releases the GIL
     finally:
         _lock.release()
