@@ -296,7 +296,7 @@ def test_every_easy_text_is_taken_up() -> None:
 
 
 def test_other_shapes_are_not_tried_without_a_promise_when_sequences_join() -> None:
-    """Each first use captures a graph. The choice was known from one sequence."""
+    """Steps of one sequence have shown the best shape. A first use of another captures a graph."""
     world = World(measured_h100, constant(0.8))
     shapes = shapes_of(4, 8, 32)
     _, best = best_fixed(world, 2000, num_seqs=4, shapes=shapes)

@@ -97,7 +97,7 @@ template <typename Config>
 __device__ __forceinline__ void list_blocks(SparseSmem<Config>& smem, int num_tokens, int num_words,
                                             int group, int tree_block, int lane) {
   uint64_t any[2] = {}, shared[2] = {};
-  // Otherwise one token has at least half of the rows.
+  // If false, one token has at least half of the rows.
   const bool two_share = 2 * group < Config::kRows;
   for (int token = 0; token < num_tokens; ++token) {
 #pragma unroll

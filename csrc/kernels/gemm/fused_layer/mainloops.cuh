@@ -132,7 +132,7 @@ struct DenseMainloop {
   static constexpr int kInFlight = 2, kPrefetchBlocks = 0;
 
   LaneRows<kGroups> lane_rows;
-  // Ldmatrix offset of the lane's row in each m16 tile: of its first or second 8 k.
+  // Offset for ldmatrix of the lane's row in each m16 tile: of its first or second 8 k.
   uint32_t lane_weights[2];
 
   __device__ __forceinline__ explicit DenseMainloop(const GemmArgs& gemm) {

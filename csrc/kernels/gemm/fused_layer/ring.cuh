@@ -141,8 +141,8 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
   ptx::pdl_wait();
 }
 
-// Row producer, as the weight producer: loads x of a GEMM once all CTAs have arrived at its grid
-// barrier.
+// The row producer. Like the weight producer it fills stages. It loads x of a GEMM once all CTAs
+// have arrived at its grid barrier.
 template <typename Mainloop>
 __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
                                              const Ring<Mainloop>& ring) {

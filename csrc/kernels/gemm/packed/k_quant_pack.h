@@ -9,7 +9,7 @@ namespace cpmcu {
 // beyond.
 struct KQuantPackParams {
   PackedWeight w;
-  // KK4: uint8 [n, K / 2], the low nibble is the even k. kK8: int8 [n, K].
+  // uint8 [n, K / 2] for kK4: the low nibble is the even k. int8 [n, K] for kK8.
   Tensor codes;
   // uint8 [n, k_blocks * record_bytes]: the records of each row (layout.h) in order of K.
   Tensor records;
