@@ -13,8 +13,8 @@ import numpy.typing as npt
 from scripts.synthetic.sources import Bits
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, normal, random_bits, stored
 
-BLOCK = 128  # of FP8
-GROUP = 16  # of NVFP4
+BLOCK = 128  # rows and columns that share a scale in FP8
+GROUP = 16  # inputs that share a scale in NVFP4
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 FP8: Config = {

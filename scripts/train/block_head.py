@@ -192,8 +192,7 @@ class Block(Head):
         """Copies the target's final norm, and tensors of its last layers if the shapes are equal.
 
         The last auxiliary hidden state passes through fc, so the keys and values of the last layer
-        are almost the target's. `mask_embedding` is random, with the
-        size of a token's embedding.
+        are almost the target's. `mask_embedding` is random, with the size of a token's embedding.
         """
         generator = torch.Generator().manual_seed(seed)
         config, size = target.model.config, self.config.hidden_size
