@@ -14,7 +14,7 @@ REQUIRE_ALL = os.environ.get("CPMCU_REQUIRE_ALL") == "1"
 
 
 def missing(what: str) -> NoReturn:
-    """Skips the running test, or the module that is imported. `what`: a sentence that names the missing part."""
+    """Skips the running test, or the module that is imported. `what`: names what is missing."""
     if REQUIRE_ALL:
         pytest.fail(f"CPMCU_REQUIRE_ALL=1, but {what}", pytrace=False)
     pytest.skip(what, allow_module_level=True)
