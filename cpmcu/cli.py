@@ -297,8 +297,9 @@ def _renders(display: Display, llm: LLM, template: bool | None) -> bool:
 
 def _ids_of(llm: LLM, options: CliOptions, prompt: str, renders: bool) -> list[int]:
     if not renders:
-        return llm.tokenize(prompt)
-    return llm.tokenize_chat([*_system_turn(options), {"role": "user", "content": prompt}])
+        return llm.tokenize(prompt, llm.max_length)
+    turns = [*_system_turn(options), {"role": "user", "content": prompt}]
+    return llm.tokenize_chat(turns, llm.max_length)
 
 
 def _results(

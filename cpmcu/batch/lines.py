@@ -19,6 +19,7 @@ from typing import Any
 from cpmcu.checks import one_line, shown, shown_json
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SamplingParams
+from cpmcu.text.files import MOST_BYTES
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -31,6 +32,9 @@ _GRAMMARS = {
     "choice": Grammar.choice,
     "lark": Grammar.lark,
 }
+
+_MOST_HELD = 1 << 30  # bytes of a pipe's lines
+_SHOWN = 200  # bytes of a file that a message may show
 
 Id = str | int
 # Each call yields (number from 1, line) from the start.
@@ -93,6 +97,9 @@ def answered(path: Path) -> set[Id]:
     if path.exists() and not path.is_file() and not path.is_dir():
         return found
     with open(path, "a+b") as file:
+        file.seek(0)
+        if (start := file.read(_SHOWN)) and not start.startswith(b"{"):
+            raise _no_result(path, 1, start.splitlines()[0])
         begin = file.seek(0)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -102,29 +109,47 @@ def answered(path: Path) -> set[Id]:
             try:
                 found.add(_result_id(_object(line)))
             except (ValueError, KeyError):
-                raise ValueError(
-                    f"{path} line {number} is {shown(line.decode('utf-8', 'replace').strip())}, "
-                    "expected a result of a batch: name another --output"
-                ) from None
+                raise _no_result(path, number, line) from None
     return found
+
+
+def _no_result(path: Path, number: int, line: bytes) -> ValueError:
+    return ValueError(
+        f"{path} line {number} is {shown(line.decode('utf-8', 'replace').strip())}, "
+        "expected a result of a batch: name another --output"
+    )
 
 
 def request_lines(path: Path) -> Lines:
     """Returns a function that reads the lines that are not blank.
 
     Lines of a pipe, which can be read once only, are held in memory. Raises OSError for a file that
-    cannot be read.
+    cannot be read. Raises ValueError for a pipe of more than _MOST_HELD bytes, and, also while the
+    lines are read, for a line of more than MOST_BYTES.
     """
     if path.is_file():
         with open(path, "rb"):
             return partial(_numbered, path)
-    lines = list(_numbered(path))
+    lines, size = [], 0
+    for number, line in _numbered(path):
+        lines.append((number, line))
+        size += len(line)
+        if size > _MOST_HELD:
+            raise ValueError(
+                f"{path} has more than {_MOST_HELD >> 20} MiB and can be read only once, "
+                "expected a file"
+            )
     return lambda: iter(lines)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
+            if len(line) > MOST_BYTES:
+                raise ValueError(
+                    f"{path} line {number} has more than {MOST_BYTES >> 20} MiB, "
+                    "expected a request a line"
+                )
             if line.strip():
                 yield number, line
 

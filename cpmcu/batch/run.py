@@ -143,7 +143,7 @@ class BatchRun:
             raise ValueError("messages is no list of objects, expected [{role, content}, ...]")
         if not isinstance(variables, dict):
             raise ValueError("chat_template_kwargs is no object")
-        return self._llm.tokenize_chat(messages, **variables)
+        return self._llm.tokenize_chat(messages, self._llm.max_length, **variables)
 
     def _emit(self, job: _Job, item: StreamChunk | Exception) -> None:
         """Takes an item of the engine, on its thread."""

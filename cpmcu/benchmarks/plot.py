@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.text.files import read_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -36,7 +38,7 @@ def read_kernels(path: Path) -> list[Kernel]:
     line has a "roofline".
     """
     kernels = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
             row = json.loads(line or "{}")
             share = row.get("roofline")

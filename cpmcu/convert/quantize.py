@@ -38,6 +38,7 @@ from cpmcu.convert.quantize_options import DAMPING, QuantizeOptions
 from cpmcu.convert.rounding import Quantized, best_scales, gptq, round_to_nearest
 from cpmcu.errors import about
 from cpmcu.loading.hub import resolve_model
+from cpmcu.loading.index import check_file
 from cpmcu.loading.loader import read_config
 from cpmcu.loading.model_files import ModelFiles, is_gguf, model_files, model_name
 from cpmcu.loading.progress import LoadProgress
@@ -207,15 +208,16 @@ def _least_bytes(model: _Source, options: QuantizeOptions) -> int:
 def read_text(model: Path, text: Path, most: int) -> list[int]:
     """Token ids of the beginning of a UTF-8 text file, at most `most`.
 
-    Raises FileNotFoundError for a missing file and ValueError for one that is not text.
+    Raises FileNotFoundError for a missing file, ValueError for a directory, a device and bytes that
+    are not UTF-8.
     """
-    if not text.is_file():
-        raise FileNotFoundError(f"{text}: no such file, expected a text")
+    check_file(text)
     try:
-        content = text.read_text(encoding="utf-8")
+        with text.open(encoding="utf-8") as file:
+            content = file.read(32 * most)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: byte {error.start} is not UTF-8, expected a text") from error
-    ids = Tokenizer.from_directory(model).encode(content[: 32 * most])[:most]
+        raise ValueError(f"{text} is not UTF-8, expected a text: {error}") from error
+    ids = Tokenizer.from_directory(model).encode(content)[:most]
     if len(ids) < 2:
         raise ValueError(f"{text}: has {len(ids)} tokens, expected a text of at least 2")
     return ids

@@ -21,6 +21,7 @@ from cpmcu.checks import listed, one_line, shown
 from cpmcu.errors import sentence
 from cpmcu.flags import FileFlags, FlagParser, add_flags
 from cpmcu.options import option
+from cpmcu.text.files import read_text
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -80,7 +81,7 @@ def read_file(name: str) -> FileFlags:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"--config is {name}, expected a file with {', '.join(_SUFFIXES)}")
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
         values = json.loads(text) if path.suffix == ".json" else _yaml(name, text)
     except ValueError as error:
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error

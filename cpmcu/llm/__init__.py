@@ -163,7 +163,8 @@ class LLM:
         If a prompt is empty or too long, raises ValueError before any prompt runs. Raises
         RuntimeError if the engine fails.
         """
-        return self._generate([self.tokenize(p) for p in as_list(prompts)], sampling_params)
+        ids = [self.tokenize(prompt, self.max_length) for prompt in as_list(prompts)]
+        return self._generate(ids, sampling_params)
 
     def chat(
         self,
@@ -179,7 +180,8 @@ class LLM:
         """
         several = is_list_of_lists(messages)
         conversations: Any = messages if several else [messages]
-        prompts = [self.tokenize_chat(each, **template_variables) for each in conversations]
+        longest = self.max_length
+        prompts = [self.tokenize_chat(c, longest, **template_variables) for c in conversations]
         return self._generate(prompts, sampling_params)
 
     def stream(
@@ -197,9 +199,9 @@ class LLM:
         """
         check_one_prompt(prompt)
         if isinstance(prompt, Sequence) and prompt and hasattr(prompt[0], "keys"):
-            ids = self.tokenize_chat(prompt)  # type: ignore[arg-type]
+            ids = self.tokenize_chat(prompt, self.max_length)  # type: ignore[arg-type]
         else:
-            ids = self.tokenize(prompt)  # type: ignore[arg-type]
+            ids = self.tokenize(prompt, self.max_length)  # type: ignore[arg-type]
         params = self._resolve(sampling_params)
 
         def complete(chunk: StreamChunk, requests: Sequence[Request], last: bool) -> StreamChunk:
@@ -213,13 +215,15 @@ class LLM:
             lambda emit: self.prepare(ids, params, emit, on_prefill), self._submit_first, complete
         )
 
-    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[int], max_length: int | None = None, /) -> list[int]:
         """Token ids of a text prompt, special tokens included. Token ids are returned unchanged.
 
-        Raises ValueError if `prompt` is neither a text nor a list of token ids.
+        Raises ValueError if `prompt` is neither a text nor a list of token ids. Raises
+        PromptTooLongError if a long text has more than `max_length` tokens. Mostly its number of
+        characters tells.
         """
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, max_length=max_length)
         ids = listed("a prompt", prompt, "a text or a list of token ids")
         from cpmcu import C
 
@@ -227,8 +231,16 @@ class LLM:
             return ids
         return [integer("a token id of a prompt", token) for token in ids]
 
-    def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        max_length: int | None = None,
+        /,
+        **template_variables: Any,
+    ) -> list[int]:
         """Token ids of a conversation, up to the beginning of the assistant's answer.
+
+        `max_length`: see `tokenize`.
 
         Raises ChatTemplateError if there is no template or the template refuses the conversation.
         Raises ValueError if there are no messages or a message lacks the content that it needs.
@@ -241,7 +253,7 @@ class LLM:
                 f"{self.directory} has no chat template; give a plain prompt instead"
             )
         text = self.chat_template.render(messages, **template_variables)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, max_length=max_length)
 
     def memory_plan(self) -> list[dict[str, Any]]:
         """Device memory, one row per buffer: name, offset, bytes, first, last, group.

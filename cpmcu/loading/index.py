@@ -17,6 +17,7 @@ Entry = TypeVar("Entry")
 
 _MAX_LISTED = 8
 _POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # bytes
+_MAX_JSON = 256 << 20  # bytes; the largest tokenizer.json files have 40 MiB
 _MAX_NAME = 255  # maximum length of a file name in bytes, in common file systems
 
 
@@ -74,6 +75,8 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
     """
     check = unique_names(str(path)) if unique else None
     check_file(path)
+    if (size := path.stat().st_size) > _MAX_JSON:
+        raise ValueError(f"{path}: has {size} bytes, expected JSON of at most {_MAX_JSON}")
     text = path.read_bytes()
     try:
         value = json.loads(text, object_pairs_hook=check)

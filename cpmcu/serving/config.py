@@ -9,13 +9,13 @@ import dataclasses
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from cpmcu.checks import check_filled
 from cpmcu.config import option
 from cpmcu.sampling import MAX_LOGPROBS
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.tool_parsers.registry import find_tool_format
+from cpmcu.text.files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -183,11 +183,7 @@ class ServerConfig:
             if not value.startswith("@"):
                 keys.append(value)
                 continue
-            try:
-                lines = Path(value[1:]).read_text("utf-8").splitlines()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{value[1:]} is not UTF-8 text: {error}") from error
-            lines = [line.strip() for line in lines]
+            lines = [line.strip() for line in read_text(value[1:]).splitlines()]
             found = [line for line in lines if line and not line.startswith("#")]
             if not found:
                 raise ValueError(f"{value[1:]} has no API keys, expected one a line")

@@ -17,6 +17,7 @@ from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
 from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.shipped import shipped_model
+from cpmcu.text.files import read_text
 from cpmcu.verification import is_lossy
 
 logger = logging.getLogger(__name__)
@@ -128,12 +129,10 @@ def _own_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        source = Path(path).read_text("utf-8")
+        source = read_text(path, "its file")
         ChatTemplate(source, {})
     except OSError as error:
         raise OSError(f"--chat-template {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--chat-template {path} is not UTF-8 text: {error}") from error
     except ValueError as error:
         raise ValueError(f"--chat-template {path}: {error}") from error
     return source

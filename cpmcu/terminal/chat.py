@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpmcu.checks import PromptTooLongError
 from cpmcu.outputs import RequestOutput
 from cpmcu.sampling import SamplingParams
 from cpmcu.terminal.answering import show_answer
@@ -109,7 +110,10 @@ class Chat:
             return
         turn = {"role": "user", "content": message}
         try:
-            ids = self._llm.tokenize_chat([*self._messages, turn])
+            ids = self._llm.tokenize_chat([*self._messages, turn], self._llm.max_length)
+        except PromptTooLongError as error:
+            self._display.error(f"{error}; /reset starts over")
+            return
         except ValueError as error:  # the template refuses this turn; the conversation continues
             self._display.error(error)
             return

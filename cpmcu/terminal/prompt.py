@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cpmcu.checks import shown
 from cpmcu.shipped import packaged_model, shipped
+from cpmcu.text.files import read_text
 
 DEFAULT_PROMPT = "Who are you"
 SHIPPED_PROMPT = '''import os
@@ -79,11 +80,11 @@ def read_prompts(
     `file` overrides `texts`. One newline at the end of a file or of piped input is left out.
 
     Raises OSError for an unreadable file and for `file` "-" without stdin. Raises ValueError for an
-    empty file and for text that is not UTF-8.
+    empty file, for a text that is too long, and for one that is not UTF-8.
     """
     if file == "-":
         return [_filled(_read_stdin(note), "the prompt from stdin")]
-    given = list(texts) if file is None else [_filled(_read(file, file), file)]
+    given = list(texts) if file is None else [_filled(read_text(file).removesuffix("\n"), file)]
     piped = _read_stdin(note) if append_piped and is_piped() else ""
     if not piped.strip():
         return given
@@ -108,15 +109,7 @@ def _read_stdin(note: Note) -> str:
         note("type the prompt; Ctrl-D in an empty line ends it")
     elif not select.select([0], [], [], _PATIENCE_SECONDS)[0]:
         note("waiting for the prompt from stdin (</dev/null: nothing comes from there)")
-    return _read(0, "the prompt from stdin")
-
-
-def _read(source: int | str, name: str) -> str:
-    try:
-        with open(source, encoding="utf-8", closefd=source != 0) as file:
-            return file.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
+    return read_text(0, "the prompt from stdin").removesuffix("\n")
 
 
 def _filled(text: str, name: str) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ def test_an_output_file_that_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is '# notes', expected a result of a batch"):
         answered(path)
     assert path.read_text() == "# notes\n"
+    path.write_text("notes without a newline at the end")
+    with pytest.raises(ValueError, match="line 1 is 'notes without a newline"):
+        answered(path)
+    assert path.read_text() == "notes without a newline at the end"
     for request in ({"id": 1, "prompt": "a"}, {**OPENAI, "custom_id": "b"}):
         write(path, request)
         with pytest.raises(ValueError, match=r"line 1 is .* expected a result of a batch"):
@@ -121,6 +126,30 @@ def test_one_file_for_requests_and_results_is_refused(tmp_path: Path, capsys) ->
         assert cli.main(["--batch", str(source), "--output", str(output)]) == 1
         assert f"--output is {output}, the file of --batch" in capsys.readouterr().err
     assert source.read_text() == before
+
+
+@pytest.mark.parametrize("read", [request_lines, answered])
+def test_a_long_file_that_is_no_batch_is_refused_in_little_memory(read: Any, tmp_path: Path):
+    """The file has 2 GiB of zero bytes in one line."""
+    path = tmp_path / "sparse"
+    os.close(os.open(path, os.O_CREAT))
+    os.truncate(path, 2 << 30)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"line 1 (has more than 64 MiB|is '\\x00)"):
+        lines = read(path)
+        next(lines())
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cpmcu.batch.lines._MOST_HELD", 1 << 20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = subprocess.Popen(["sh", "-c", f"yes '{{}}' >'{pipe}'"], stderr=subprocess.DEVNULL)
+    with pytest.raises(ValueError, match="more than 1 MiB and can be read only once"):
+        request_lines(pipe)
+    writer.wait(10)
 
 
 def test_requests_of_a_pipe(stage: Stage, tmp_path: Path) -> None:

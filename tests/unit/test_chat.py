@@ -37,7 +37,9 @@ class Talk:
         self._monkeypatch = monkeypatch
         tokenize = LLM.tokenize_chat
         monkeypatch.setattr(
-            LLM, "tokenize_chat", lambda llm, m: self.seen.append(list(m)) or tokenize(llm, m)
+            LLM,
+            "tokenize_chat",
+            lambda llm, m, *rest: self.seen.append(list(m)) or tokenize(llm, m, *rest),
         )
 
     def __call__(self, *messages: object, flags: tuple[str, ...] = ()) -> int:
@@ -67,6 +69,12 @@ def test_a_conversation(talk, capsys):
     assert "not so" in shown
     assert shown.count("the conversation is forgotten") == 2
     assert "the model holds 200; /reset starts over" in shown
+
+
+def test_a_message_too_long_to_tokenise_is_refused(talk, capsys):
+    assert talk("x" * (1 << 20), "one") == 0
+    shown = capsys.readouterr().err
+    assert "characters, which are at least" in shown and "can have 200; /reset starts over" in shown
 
 
 def test_one_line_of_statistics_for_each_answer(talk, capsys):

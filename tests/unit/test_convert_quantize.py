@@ -260,7 +260,7 @@ def test_mistakes_are_found_before_the_rounding(
     monkeypatch.setattr(module, "_to_nearest", rounding)
     command = ["quantize", str(shipped_model()), str(tmp_path / "out"), "--device", "cpu"]
     assert main([*command, "--verify", str(tmp_path / "none.txt")]) == 1
-    assert "none.txt: no such file, expected a text" in capsys.readouterr().err
+    assert "none.txt: is missing, expected a file" in capsys.readouterr().err
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**5))
     assert main(command) == 1
     assert "has 0.1 MB free, expected at least" in capsys.readouterr().err
@@ -268,11 +268,13 @@ def test_mistakes_are_found_before_the_rounding(
 
 
 def test_texts(tmp_path: Path) -> None:
-    for content, message in ((b"\xff\xfe\xff", "byte 0 is not UTF-8"), (b"", "expected a text of")):
+    for content, message in ((b"\xff\xfe\xff", "is not UTF-8"), (b"", "expected a text of")):
         (tmp_path / "text.txt").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             module.read_text(shipped_model(), tmp_path / "text.txt", 10)
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(FileNotFoundError, match="is missing"):
         module.read_text(shipped_model(), tmp_path / "missing.txt", 10)
+    with pytest.raises(ValueError, match="is a device or pipe, expected a file"):
+        module.read_text(shipped_model(), Path("/dev/zero"), 10)
     (tmp_path / "text.txt").write_text("a b c d e f g h")
     assert len(module.read_text(shipped_model(), tmp_path / "text.txt", 3)) == 3

@@ -210,6 +210,24 @@ def test_a_forked_process_cannot_use_the_engine(make):
         assert llm.generate("x", SamplingParams(max_tokens=1))
 
 
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(make, monkeypatch):
+    """The tokenizer would need a hundred bytes of memory for each byte of the text."""
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    with make(tokenizer_config=template) as llm:
+        text = "x" * (1 << 20)
+        turn = {"role": "user", "content": text}
+        backend = type(llm.tokenizer._backend)
+        monkeypatch.setattr(backend, "encode", lambda *_: pytest.fail("the text is tokenised"))
+        for call in (
+            lambda: llm.generate(text),
+            lambda: llm.stream(text),
+            lambda: llm.chat([turn]),
+            lambda: llm.stream([turn]),
+        ):
+            with pytest.raises(ValueError, match="characters, which are at least"):
+                call()
+
+
 def test_chat_has_one_bos(make):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with make(tokenizer_config={"chat_template": template, "add_bos_token": True}) as llm:
