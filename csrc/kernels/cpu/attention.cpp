@@ -15,6 +15,7 @@
 
 #include "kernels/attention/sparse_checks.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/cpu/threads.h"
 #include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu::cpu {
@@ -251,12 +252,23 @@ void attend(const AttentionParams& p, const QkvLayout& layout, int row, int h) {
                 p.sinks.empty() ? nullptr : p.sinks.as<float>() + h);
 }
 
+// An estimate for threads_pay. A KV entry takes as long as 4 weights for each of its numbers.
+int64_t work_of(const AttentionParams& p) {
+  const StepTokens& tokens = p.tokens;
+  int64_t entries = 0;
+  for (int row = 0; row < tokens.num_tokens; ++row) {
+    const int slot = tokens.seq_slots[tokens.token_seqs[row]];
+    entries += tokens.slot_lengths[slot] + tokens.max_seq_tokens;
+  }
+  return 4 * entries * p.num_heads * p.head_dim;
+}
+
 void attention(const AttentionParams& p) {
   check(p);
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
-#pragma omp parallel for collapse(2) schedule(dynamic, 4)
+#pragma omp parallel for collapse(2) schedule(dynamic, 4) if (threads_pay(work_of(p)))
     for (int row = 0; row < p.tokens.num_tokens; ++row) {
       for (int h = 0; h < p.num_heads; ++h) {
         p.k_scales.empty() ? attend<T, T>(p, layout, row, h) : attend<T, float>(p, layout, row, h);

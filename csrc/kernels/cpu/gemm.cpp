@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cpu/simd.h"
+#include "kernels/cpu/threads.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/silu_mul.h"
 
@@ -23,7 +24,8 @@ void multiply(const GemmParams& p) {
   const float* x = dot_operand(p.x.as<T>(), m, k, buffer);
   const T* w = p.w.as<T>();
   Y* y = p.y.as<Y>();
-#pragma omp parallel for collapse(2) if (m * n * k > 65536)
+  // Up to 4 rows of x take as long as one: the time is that of reading w.
+#pragma omp parallel for collapse(2) if (threads_pay((m + 3) / 4 * n * k))
   for (int64_t row_begin = 0; row_begin < m; row_begin += kTileRows) {
     for (int64_t begin = 0; begin < n; begin += kTileColumns) {
       const int64_t count = std::min(kTileColumns, n - begin);

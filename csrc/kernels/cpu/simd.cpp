@@ -37,6 +37,7 @@ namespace {
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
+#define CPMCU_SIMD_512
 namespace v4 {
 namespace {
 #include "kernels/cpu/simd_loops.h"
