@@ -24,12 +24,14 @@ try:
     from fastapi.responses import StreamingResponse
     from ray import serve
     from ray.serve.config import RequestRouterConfig
-except ImportError as error:
-    raise ImportError(
-        "this example needs Ray and the server: pip install 'ray[serve,llm]' '.[server]'"
-    ) from error
 
-from cpmcu.config import EngineConfig, SpeculativeConfig
+    from cpmcu.config import EngineConfig, SpeculativeConfig
+except ImportError as error:
+    raise SystemExit(
+        f"this example needs Ray and the server ({error}): pip install 'ray[serve,llm]' '.[server]'"
+    ) from error
+if __name__ == "__main__":
+    raise SystemExit("run this example with: serve run examples.ray_serve_agents:build model=DIR")
 
 SLOTS = 64  # concurrent sequences of a replica
 ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
@@ -127,7 +129,9 @@ def build(arguments: dict[str, Any]) -> Any:
     """`arguments`: model, draft_model_path, device ("cuda" or "cpu"), replicas."""
     unknown = arguments.keys() - {"model", "draft_model_path", "device", "replicas"}
     if unknown:
-        raise ValueError(f"unknown argument {sorted(unknown)[0]!r}, see {__name__}")
+        raise ValueError(
+            f"unknown argument {sorted(unknown)[0]!r}, see examples/ray_serve_agents.py"
+        )
     device = arguments.get("device", "cuda")
     engine = EngineConfig(
         model=arguments.get("model"),

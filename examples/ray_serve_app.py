@@ -14,10 +14,14 @@ from typing import Any
 
 try:
     from ray import serve
-except ImportError as error:
-    raise ImportError("this example needs Ray: pip install 'ray[serve]'") from error
 
-from cpmcu.config import EngineConfig, SpeculativeConfig
+    from cpmcu.config import EngineConfig, SpeculativeConfig
+except ImportError as error:
+    raise SystemExit(
+        f"this example needs Ray and the server ({error}): pip install 'ray[serve]' '.[server]'"
+    ) from error
+if __name__ == "__main__":
+    raise SystemExit("run this example with: serve run examples.ray_serve_app:build model=DIR")
 
 SLOTS = 8  # concurrent sequences of a replica
 

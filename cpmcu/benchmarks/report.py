@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu import __version__
+from cpmcu.benchmarks.speculation import rounding
 from cpmcu.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _draft_lines(speculation: Mapping[str, Any] | None) -> Iterator[tuple[str, s
         yield "draft", "none"
         return
     given = ", ".join(f"{name} {value}" for name, value in speculation["options"].items())
-    yield "draft", f"depth {speculation['depth']}, {given}"
+    yield "draft", f"depth {speculation['depth']}, {rounding(speculation)}, {given}"
     for row in speculation["rows"]:
         yield (
             f"drafted at {row['context']}",

@@ -6,6 +6,7 @@ The JSON keys say `cycle` for a speculative step, so that older results can be c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
@@ -132,18 +133,43 @@ def run_speculation(
         progress.note("speculation with a fixed shape")
         fixed = [speculative_row(llm, row, steps, progress) for row in rows]
         assert llm.draft_spec is not None
-        depth = llm.draft_spec.depth
+        depth, rounded = llm.draft_spec.depth, _rounded(llm.draft_spec)
         counters = llm.call_engine(lambda engine: engine.counters)
     given = dataclasses.asdict(whole)
     given |= given.pop("options")
     usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))
     return {
         "depth": depth,
+        "rounded": rounded,
         "options": {name: value for name, value in given.items() if value != usual.get(name)},
         "rows": [dataclasses.asdict(row) for row in fixed],
         "chosen": [dataclasses.asdict(row) for row in chosen],
         "counters": counters,
     }
+
+
+def _rounded(draft: C.DrafterSpec) -> dict[str, str]:
+    """The parts of a draft that were rounded when it was loaded -> format; {}: none.
+
+    draft_quant and draft_head_quant choose, and their default depends on the model.
+    """
+    found = {}
+    for spec in (draft, *draft.parts):
+        if spec.model is None:
+            continue
+        head = spec.scope + "lm_head"
+        methods = {"layers": spec.model.linear_method, **spec.model.linear_overrides}
+        for name in ("layers", head):
+            if methods.get(name, "").endswith("_rtn"):
+                part = name.removeprefix(spec.scope)
+                found[f"{spec.method} {part}" if draft.parts else part] = methods[name]
+    return found
+
+
+def rounding(speculation: Mapping[str, Any]) -> str:
+    """How the draft was rounded, for a reader."""
+    parts = [f"{part} rounded to {name}" for part, name in speculation["rounded"].items()]
+    return ", ".join(parts) or "not rounded"
 
 
 def _width(draft: C.DrafterSpec) -> int | None:
@@ -157,7 +183,7 @@ def speculation_table(speculation: dict[str, Any]) -> list[str]:
     given = ", ".join(f"{name} {value}" for name, value in speculation["options"].items())
     lines = [
         "",
-        f"speculation, depth {speculation['depth']}: {given}",
+        f"speculation, depth {speculation['depth']}, {rounding(speculation)}: {given}",
         "",
         "| context | T, ms | ± ms | T ÷ plain step | τ | tok/s | τ ÷ T | difference |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",

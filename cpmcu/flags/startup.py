@@ -108,7 +108,8 @@ def import_plugin(name: str) -> None:
         if path.is_file() or "/" in name:
             raise ValueError("expected a file that ends in .py or .so, or the name of a module")
         _search(Path.cwd())
-        importlib.import_module(name)
+        if getattr(importlib.import_module(name), "__file__", "") is None:
+            raise ValueError("it is a folder without __init__.py, expected a file or a module")
         return
     if not path.is_file():
         raise FileNotFoundError("there is no such file")

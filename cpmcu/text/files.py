@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 
 
 def read_text(source: str | Path | int, name: str = "") -> str:

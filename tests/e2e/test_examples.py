@@ -135,7 +135,7 @@ class _Bound:
         return self.target, self.options, arguments
 
 
-def _agents_example(monkeypatch) -> dict:
+def _stand_in_for_ray(monkeypatch) -> None:
     config = types.ModuleType("ray.serve.config")
     config.RequestRouterConfig = dict
     serve = types.ModuleType("ray.serve")
@@ -144,12 +144,12 @@ def _agents_example(monkeypatch) -> dict:
     ray.serve = serve
     for module in (ray, serve, config):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return runpy.run_path(str(EXAMPLES / "ray_serve_agents.py"))
 
 
 def test_ray_serve_for_agents(monkeypatch):
     """A stand-in for Ray records the options, and a request goes through a replica."""
-    example = _agents_example(monkeypatch)
+    _stand_in_for_ray(monkeypatch)
+    example = runpy.run_path(str(EXAMPLES / "ray_serve_agents.py"))
     _, options, ((replica, made, (engine,)),) = example["build"]({"device": "cpu", "replicas": "3"})
     assert (options["name"], made["num_replicas"], engine.device) == ("ingress", 3, "cpu")
     router = made["request_router_config"]
@@ -184,6 +184,21 @@ def test_ray_serve_for_agents(monkeypatch):
 
     assert asyncio.run(ask()) == [(201, [(b"x-path", b"/v1/x")]), b"question"]
     assert ended == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("name", ["ray_serve_app", "ray_serve_agents"])
+def test_ray_serve_without_ray(name):
+    """Python itself writes a traceback for an ImportError of a module."""
+    said = run(name, status=1)
+    assert said.startswith("this example needs Ray and the server (No module named 'ray'")
+    assert "): pip install 'ray[serve" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["ray_serve_app", "ray_serve_agents"])
+def test_ray_serve_is_not_run_by_python(monkeypatch, name):
+    _stand_in_for_ray(monkeypatch)
+    with pytest.raises(SystemExit, match=f"serve run examples.{name}:build"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 def test_all_compile(tmp_path):

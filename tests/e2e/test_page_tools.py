@@ -182,6 +182,27 @@ def test_a_file_that_cannot_be_attached_gets_a_sentence(page, tmp_path, name, bo
     assert page.texts("#files li") == []
 
 
+def test_pasted_files_are_attached_and_pasted_text_is_text(page):
+    """A copied picture gets a sentence. If text comes with a picture, the text is pasted."""
+    paste = """
+    const data = new DataTransfer();
+    for (const [name, type, body] of arguments[0]) data.items.add(new File([body], name, {type}));
+    if (arguments[1]) data.setData("text/plain", arguments[1]);
+    const event = new ClipboardEvent(
+      "paste", {clipboardData: data, bubbles: true, cancelable: true});
+    return document.getElementById("prompt").dispatchEvent(event);
+    """
+    note, picture = ["notes.txt", "text/plain", "two"], ["image.png", "image/png", "\0"]
+    assert page.run(paste, [note], "") is False
+    page.wait(lambda: page.texts("#files .name") == ["notes.txt"])
+    assert page.run(paste, [picture], "a copied cell") is True
+    assert page.run(paste, [], "text") is True
+    assert not page.find("#notice").text
+    assert page.run(paste, [picture], "") is False
+    assert page.notice().startswith("“image.png” is not a text in UTF-8. Only text files")
+    assert page.texts("#files .name") == ["notes.txt"]
+
+
 def test_a_refused_message_keeps_its_files(driver, limited, tmp_path):
     page = Page(driver, limited)
     page.run("sessionStorage.setItem('cpmcu.key', 'first')")

@@ -135,7 +135,7 @@ def test_a_long_file_that_is_no_batch_is_refused_in_little_memory(read: Any, tmp
     os.close(os.open(path, os.O_CREAT))
     os.truncate(path, 2 << 30)
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"line 1 (has more than 64 MiB|is '\\x00)"):
+    with pytest.raises(ValueError, match=r"line 1 (has more than 16 MiB|is '\\x00)"):
         lines = read(path)
         next(lines())
     assert tracemalloc.get_traced_memory()[1] < 200 << 20

@@ -164,8 +164,26 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert step is not None
     assert float(step[1]) * float(step[2]) == pytest.approx(1000, rel=0.05)
-    assert found["draft"].startswith("depth 4, ")
+    assert found["draft"].startswith("depth 4, not rounded, ")
     assert "accept length" in found["drafted at 64"] and "accept length" in found["chosen at 64"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rounded"),
+    [
+        ([], "layers rounded to w4_rtn, lm_head rounded to w4_rtn"),
+        (["--draft-head-quant", "none"], "layers rounded to w4_rtn"),
+    ],
+)
+def test_report_says_how_the_draft_was_rounded(
+    capsys: pytest.CaptureFixture[str], flags: list[str], rounded: str
+) -> None:
+    """`auto` is shown as what it chose: with layers in 4 bits, lm_head has them, too."""
+    extension_or_skip()
+    command = ["--report", *FEW, "--max-model-len", "512", "--draft-quant", "w4", *flags]
+    assert main(command) == 0
+    draft = re.search(r"^draft +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert draft is not None and draft[1].startswith(f"depth 4, {rounded}, draft_")
 
 
 def test_report_without_a_draft(capsys: pytest.CaptureFixture[str]) -> None:

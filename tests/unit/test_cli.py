@@ -94,7 +94,7 @@ def test_errors_are_one_sentence(tmp_path):
     assert "is not UTF-8 text" in coded.stderr
     assert "the prompt from stdin is not UTF-8 text" in piped.stderr
     endless = run("--prompt-file", "/dev/zero")
-    assert endless.stderr == "cpmcu: /dev/zero has more than 64 MiB, expected a shorter text\n"
+    assert endless.stderr == "cpmcu: /dev/zero has more than 16 MiB, expected a shorter text\n"
     for result in (missing, unreadable, coded, piped, endless):
         assert result.stderr.count("\n") == 1
         assert "Traceback" not in result.stderr

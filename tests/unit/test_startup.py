@@ -209,6 +209,16 @@ def test_a_plugin_that_fails(text: str, message: str, tmp_path: Path, monkeypatc
     assert f"the plugin {path} cannot be imported: {message}" in shown and shown.count("\n") == 1
 
 
+def test_a_folder_is_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python imports any folder as an empty package."""
+    (tmp_path / "startup_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"a folder without __init__\.py"):
+        import_plugin("startup_folder")
+    (tmp_path / "startup_folder" / "inner.py").touch()
+    import_plugin("startup_folder.inner")
+
+
 def test_a_plugin_by_its_modules_name(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plugin.parent)
     (plugin.parent / "named_plugin.py").write_text("LOADED = True\n")

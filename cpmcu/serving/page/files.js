@@ -83,6 +83,13 @@ $("file").addEventListener("change", async () => {
   $("file").value = "";
 });
 const carriesFiles = (event) => current.mode === "chat" && event.dataTransfer?.types.includes("Files");
+// Copied cells and formatted text come with a picture of themselves: the text is pasted then.
+$("prompt").addEventListener("paste", (event) => {
+  const { files, types } = event.clipboardData;
+  if (current.mode !== "chat" || !files.length || types.includes("text/plain")) return;
+  event.preventDefault();
+  attach([...files]);
+});
 $("page").addEventListener("dragover", (event) => { if (carriesFiles(event)) event.preventDefault(); });
 $("page").addEventListener("drop", (event) => {
   if (!carriesFiles(event)) return;
