@@ -21,6 +21,8 @@ QUESTIONS = (
     "Write one sentence about each of them.",
 )
 CODE = "def fibonacci(n):"
+# The draft of the chat model. Its answers are too short to find the best shape by trials.
+CHAIN_OF_3 = {"spec_num_iter": 3, "spec_topk_per_iter": 1, "spec_tree_size": 4}
 
 
 def converse(llm: LLM, params: SamplingParams, *, show: bool) -> list[RequestOutput]:
@@ -62,7 +64,7 @@ def main() -> int:
                 print(CODE + outputs[0].text)
             return outputs
 
-    drafted = answers(show=True)
+    drafted = answers(show=True, **(CHAIN_OF_3 if chats else {}))
     plain = answers(show=False, no_speculation=True)
     same = [output.outputs[0].token_ids for output in drafted] == [
         output.outputs[0].token_ids for output in plain

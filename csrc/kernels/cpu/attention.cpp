@@ -1,8 +1,8 @@
 // One pass over the pages of a sequence with a running maximum and sum. Prefill and decode use the
 // same code: the order of additions of a token depends only on the KV entries that it sees.
 //
-// If by_position is set, pages with entries of the tree are gathered first. Each entry is copied to
-// its position in plain decoding; the rest of the computation is the same.
+// If by_position is set, pages with entries of the tree are gathered first, but for chains. Each
+// entry is copied to its position in plain decoding; the rest of the computation is the same.
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
@@ -213,6 +213,8 @@ void attend(const AttentionParams& p, const QkvLayout& layout, int row, int h) {
   const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
   const int length = causal ? own + 1 : cached;
   const uint64_t mask = causal ? 0 : ancestor_mask;
+  // The entries of a chain's nodes lie in order already.
+  const bool scattered = p.by_position && (ancestor_mask & (ancestor_mask + 1)) != 0;
   const int end = length + std::bit_width(mask);
   const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
 
@@ -237,7 +239,7 @@ void attend(const AttentionParams& p, const QkvLayout& layout, int row, int h) {
   for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
     const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
     if (blocks != nullptr && (blocks[first / 4096] >> first / kPageSize % 64 & 1) == 0) continue;
-    const bool gathers = p.by_position && first + kPageSize > cached;
+    const bool gathers = scattered && first + kPageSize > cached;
     if (gathers || pages.dequantises) {
       const int num_entries = std::min(kPageSize, end - first);
       pages.fill(k_page, v_page, first, num_entries, gathers ? cached : end, ancestor_mask);
