@@ -81,7 +81,7 @@ def read_file(name: str) -> FileFlags:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"--config is {name}, expected a file with {', '.join(_SUFFIXES)}")
     try:
-        text = read_text(path)
+        text = read_text(path, "it")
         values = json.loads(text) if path.suffix == ".json" else _yaml(name, text)
     except ValueError as error:
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cpmcu.checks import FieldError, PromptTooLongError, integer, listed, of_field, shown
 from cpmcu.engine.detokenizer import Decode, Detokenizer
@@ -116,6 +116,13 @@ class LLM:
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
         self._runner.warm_up(C.SamplingConfig(temperature=0.0))
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses `pickle`, `copy` and the arguments of multiprocessing."""
+        raise TypeError(
+            "an LLM cannot be pickled or copied, since it holds a running engine: make one in each "
+            "process, or share one server (cpmcu serve)"
+        )
 
     def _read_tokenizer(self, directory: Path) -> None:
         self.directory = directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from typing import NoReturn
 
 from cpmcu.engine.request import Emit, Request
 from cpmcu.outputs import StreamChunk
@@ -33,6 +34,13 @@ class ChunkStream(Iterator[StreamChunk]):
         self._sink = _Sink()
         self._rest = prepare(self._sink.emit), submit, complete
         self._chunks = _iterate(self._sink, *self._rest)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses `pickle` and `copy`."""
+        raise TypeError(
+            "a stream cannot be pickled or copied, since it is part of a running engine: pass its "
+            "chunks on"
+        )
 
     def __iter__(self) -> ChunkStream:
         return self

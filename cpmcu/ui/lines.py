@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.text.files import MOST_BYTES
+
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
@@ -63,9 +65,14 @@ def _line(prompt: str) -> str:
         sys.stderr.write(prompt)
         sys.stderr.flush()
     try:
-        return input()
+        line = sys.stdin.readline(MOST_BYTES + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin is not UTF-8 text: {error}") from error
+    if not line:
+        raise EOFError
+    if len(line) > MOST_BYTES:
+        raise ValueError(f"a line of stdin has more than {MOST_BYTES >> 20} MiB")
+    return line.removesuffix("\n")
 
 
 def _toolkit_reader(commands: Sequence[str]) -> Reader:

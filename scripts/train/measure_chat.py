@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.outputs import RequestOutput
+from cpmcu.text.files import read_text
 
 PROMPTS = Path(__file__).with_name("chat_prompts.txt")
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer")
     add_draft_shape_arguments(parser)
     args = parser.parse_args()
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    lines = read_text(args.prompts).splitlines()
     prompts = [[{"role": "user", "content": line}] for line in lines if line.strip()]
     with drafting(args, args.target, args.draft) as llm:
         outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=args.tokens))

@@ -198,6 +198,14 @@ def test_messages_of_several_lines(text, messages, monkeypatch):
     assert found == messages
 
 
+def test_a_line_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(lines, "MOST_BYTES", 1 << 20)
+    with open("/dev/zero", encoding="utf-8") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        with pytest.raises(ValueError, match="a line of stdin has more than 1 MiB"):
+            lines.message_reader(())()
+
+
 @needs_engine
 def test_chat_with_the_shipped_model_through_a_pipe():
     flags = ("--chat", "--device", "cpu", "--num-generate", "5")

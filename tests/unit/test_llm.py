@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import sys
 
@@ -226,6 +228,19 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(make, monkeypatch
         ):
             with pytest.raises(ValueError, match="characters, which are at least"):
                 call()
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_it_cannot_be_pickled_or_copied(make, way):
+    """A copy would share the engine, and end it for both."""
+    with make() as llm:
+        for what in (llm, llm.stream("x")):
+            with pytest.raises(TypeError, match="cannot be pickled or copied, since it"):
+                way(what)
+        params = SamplingParams(max_tokens=2, seed=1)
+        (output,) = llm.generate("x", params)
+        for value in (params, output):
+            assert pickle.loads(pickle.dumps(value)) == value
 
 
 def test_chat_has_one_bos(make):
