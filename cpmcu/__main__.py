@@ -90,11 +90,10 @@ def help_text() -> str:
 
 
 def _show(text: str) -> int:
-    from cpmcu.errors import reader_left, sentence
+    from cpmcu.errors import check_stdout, reader_left, sentence
 
     try:
-        if sys.stdout is None:
-            raise OSError("stdout is closed, but the output goes there")
+        check_stdout()
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:

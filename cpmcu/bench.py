@@ -49,7 +49,7 @@ from cpmcu.benchmarks.sequences import parse_counts, run_sequences, sequences_ta
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
 from cpmcu.drafters.options.trees import CHAIN_DEPTH, CHOSEN_SHAPE
-from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
+from cpmcu.errors import INTERRUPTED, check_stdout, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.flags.engine import (
     MODEL_WORD,
@@ -337,6 +337,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(parser.named(sentence(error)))
     try:
+        check_stdout()
         progress = BenchProgress()
         if options.needle:
             from cpmcu.benchmarks import needle  # needs numpy
@@ -358,7 +359,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):
             raise
-        sys.stderr.write(f"error: {sentence(error)}\n")
+        sys.stderr.write(f"cpmcu: {sentence(error)}\n")
         return 1
     return 0
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import EngineConfig
-from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
+from cpmcu.errors import INTERRUPTED, check_stdout, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.flags.engine import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.flags.startup import add_startup_flags, prepare
@@ -183,8 +183,7 @@ def _take_words(parsed: argparse.Namespace) -> None:
 def _run(
     display: Display, options: CliOptions, config: EngineConfig, params: SamplingParams
 ) -> int:
-    if sys.stdout is None:
-        raise OSError("stdout is closed, but the output goes there")
+    check_stdout()
     if options.env:
         from cpmcu.terminal.environment import environment
 

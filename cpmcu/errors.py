@@ -61,6 +61,12 @@ def forget_interrupt() -> None:
     exec("")
 
 
+def check_stdout() -> None:
+    """Raises OSError if stdout is closed. Called before work whose result goes there."""
+    if sys.stdout is None:
+        raise OSError("stdout is closed, but the output goes there")
+
+
 def reader_left() -> None:
     """Redirects stdout to the null device after its reader (`head`, for example) has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

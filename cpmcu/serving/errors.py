@@ -138,7 +138,7 @@ def refused(param: str, message: str) -> ApiError:
 def unknown_part(place: str, kind: str, text_kinds: Sequence[str]) -> ApiError:
     """Returns a 400 for a part of a message without a text."""
     why = "but its text is missing" if kind in text_kinds else "but only text is known"
-    return refused(place, f"{place} has a {kind[:64]!r} part, {why}.")
+    return refused(place, f"{place} has a part of type {kind[:64]!r}, {why}.")
 
 
 def of_body(error: ValidationError) -> RequestValidationError:

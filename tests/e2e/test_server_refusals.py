@@ -51,7 +51,10 @@ def test_parts_of_a_message(server):
     assert counts[0] == counts[1]
     fields = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
     error = error_of(server.post(CHAT, fields), 400)
-    assert error["message"] == "messages[0].content has a 'text' part, but its text is missing."
+    assert (
+        error["message"]
+        == "messages[0].content has a part of type 'text', but its text is missing."
+    )
 
 
 @pytest.mark.parametrize(

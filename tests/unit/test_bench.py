@@ -68,7 +68,7 @@ def test_no_room_for_a_context(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "stopped\n"),
-        (ImportError("the module is missing"), 1, "error: the module is missing\n"),
+        (ImportError("the module is missing"), 1, "cpmcu: the module is missing\n"),
     ],
 )
 def test_exit_status(

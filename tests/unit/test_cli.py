@@ -105,6 +105,7 @@ def test_errors_are_one_sentence(tmp_path):
     ("arguments", "status", "error"),
     [
         ("--list >&-", 1, "cpmcu: stdout is closed, but the output goes there\n"),
+        ("bench >&-", 1, "cpmcu: stdout is closed, but the output goes there\n"),
         ("--chat <&-", 1, "cpmcu: stdin is closed, but the input comes from there\n"),
         ("--prompt-file - <&-", 1, "cpmcu: stdin is closed, but the input comes from there\n"),
         ("--list 2>&-", 0, ""),
@@ -112,7 +113,8 @@ def test_errors_are_one_sentence(tmp_path):
     ],
 )
 def test_closed_streams(arguments, status, error):
-    command = f"{sys.executable} -m cpmcu.cli {arguments}"
+    program = "cpmcu" if arguments.startswith("bench") else "cpmcu.cli"
+    command = f"{sys.executable} -m {program} {arguments}"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (status, error)
 

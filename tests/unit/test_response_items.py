@@ -198,7 +198,7 @@ REFUSED = [
     (
         [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
         "input[0].content",
-        "'input_image' part, but only text is known",
+        "has a part of type 'input_image', but only text is known",
     ),
 ]
 
