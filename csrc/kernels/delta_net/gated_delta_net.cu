@@ -238,9 +238,10 @@ __device__ __forceinline__ void run_step(const Cta& cta, Columns& state,
   }
 }
 
-// Grid: sequences * Hv * kSplit; the CTAs of a head are a cluster. kCommits: a prefill.
-template <typename T, int kSplit, bool kCommits>
-__global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit == 4 ? 2 : 1)
+// Grid: sequences * Hv * kSplit; the CTAs of a head are a cluster. kCommits: a prefill. kCtasPerSm:
+// CTAs that an SM holds at least.
+template <typename T, int kSplit, bool kCommits, int kCtasPerSm>
+__global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 1 ? kCtasPerSm : 1)
     gated_delta_net_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ __align__(16) char memory[];
   using Cta = Head<T, kSplit, kCommits>;
@@ -278,9 +279,10 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit ==
   if (cta.part == 0 && threadIdx.x == 0) args.folded[cta.at] = kCommits ? length + count : length;
 }
 
-// Rows of shared memory for a step. Copies of S are as many as fit while all CTAs run at once.
+// Rows of shared memory for a step with at most `most` CTAs on an SM. Copies of S are as many as
+// fit while all CTAs run at once.
 template <typename T, int kSplit, bool kCommits>
-Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
+Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p, int most) {
   using Cta = Head<T, kSplit, kCommits>;
   const int max_path = p.accepted.max_path;
   if (kCommits) {
@@ -292,7 +294,7 @@ Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
   Capacity capacity{rows, rows, rows, (nodes + 3) / 4 * 4, 0};
   if (p.tokens.token_parents == nullptr) return capacity;
   const int ctas = p.tokens.num_seqs * p.shape.num_value_heads * kSplit;
-  const int64_t on_sm = std::min(2, (ctas + ctx.sm_count - 1) / ctx.sm_count);
+  const int64_t on_sm = std::min(most, (ctas + ctx.sm_count - 1) / ctx.sm_count);
   const auto fits = [&] {
     return (Cta::Memory::num_bytes(capacity) + 1024) * on_sm <= ctx.sm_shared_bytes;
   };
@@ -300,7 +302,7 @@ Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
   return capacity;
 }
 
-template <typename T, int kSplit, bool kCommits>
+template <typename T, int kSplit, bool kCommits, int kCtasPerSm>
 void run(const Context& ctx, const GatedDeltaNetParams& p) {
   const DeltaArgs<T> args{.out = p.out.as<T>(),
                           .qkvz = p.qkvz.as<T>(),
@@ -319,17 +321,33 @@ void run(const Context& ctx, const GatedDeltaNetParams& p) {
                           .num_key_heads = p.shape.num_key_heads,
                           .num_value_heads = p.shape.num_value_heads,
                           .pending_rows = static_cast<int>(p.pending.size(2)),
-                          .capacity = capacity_of<T, kSplit, kCommits>(ctx, p),
+                          .capacity = capacity_of<T, kSplit, kCommits>(ctx, p, kCtasPerSm),
                           .tokens = p.tokens};
   const int64_t bytes = Shared<T, kSplit>::num_bytes(args.capacity);
   CHECK(bytes + 1024 <= ctx.sm_shared_bytes,
         "gated_delta_net: a step of {} tokens a sequence needs {} bytes of shared memory, an SM "
         "has {}; use a smaller draft tree",
         args.capacity.rows, bytes, ctx.sm_shared_bytes);
-  const auto kernel = gated_delta_net_kernel<T, kSplit, kCommits>;
+  const auto kernel = gated_delta_net_kernel<T, kSplit, kCommits, kCtasPerSm>;
   allow_shared_bytes(kernel, bytes);
   launch_cluster(ctx, kSplit, kernel, dim3(p.tokens.num_seqs * args.num_value_heads * kSplit),
                  dim3(Head<T, kSplit, kCommits>::kThreads), bytes, args);
+}
+
+// CTAs of a step on an SM. If more than kFewCtas wait for an SM, kManyCtas are 13 % faster. Their
+// threads have 128 registers and keep filters in local memory. A tree whose copies of S do not fit
+// kManyCtas times runs with kFewCtas.
+constexpr int kFewCtas = 2, kManyCtas = 4;
+
+template <typename T>
+void run_step_in_clusters(const Context& ctx, const GatedDeltaNetParams& p) {
+  constexpr int kSplit = 4;
+  const bool is_tree = p.tokens.token_parents != nullptr;
+  const int copies = is_tree ? copies_of(p.tokens.max_seq_tokens) : 0;
+  const int ctas = p.tokens.num_seqs * p.shape.num_value_heads * kSplit;
+  const bool many = ctas > kFewCtas * ctx.sm_count &&
+                    capacity_of<T, kSplit, false>(ctx, p, kManyCtas).copies == copies;
+  many ? run<T, kSplit, false, kManyCtas>(ctx, p) : run<T, kSplit, false, kFewCtas>(ctx, p);
 }
 
 }  // namespace
@@ -350,9 +368,9 @@ void gated_delta_net(const Context& ctx, const GatedDeltaNetParams& p) {
     using T = decltype(t);
     const bool clusters = ctx.code_capability >= 90;
     if (p.commits) {
-      clusters ? run<T, 2, true>(ctx, p) : run<T, 1, true>(ctx, p);
+      clusters ? run<T, 2, true, 1>(ctx, p) : run<T, 1, true, 1>(ctx, p);
     } else {
-      clusters ? run<T, 4, false>(ctx, p) : run<T, 1, false>(ctx, p);
+      clusters ? run_step_in_clusters<T>(ctx, p) : run<T, 1, false, kFewCtas>(ctx, p);
     }
   });
 }

@@ -35,7 +35,9 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();
   const int token = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (token >= num_tokens) return;
-  const Choice choice = choose<kHeld>(StoredLogits{logits + token * stride}, routing, renormalise);
+  Choice choices[1];
+  choose<kHeld>(choices, StoredLogits{logits, stride}, {token}, routing, renormalise);
+  const Choice& choice = choices[0];
   if (lane >= routing.top_k) return;
   routing.experts[token * routing.top_k + lane] = choice.expert;
   routing.weights[token * routing.top_k + lane] = choice.weight;
@@ -48,8 +50,7 @@ __global__ void __launch_bounds__(kFewThreads)
                      Routing routing) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const auto logits_of = [&](int token) { return StoredLogits{logits + token * stride}; };
-  route_few<kHeld, kFewThreads>(logits_of, num_tokens, renormalise, routing);
+  route_few<kHeld, kFewThreads>(StoredLogits{logits, stride}, num_tokens, renormalise, routing);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing routing) {

@@ -26,65 +26,80 @@ struct Choice {
   float weight;
 };
 
-// The logits of a token in memory, written by an earlier launch.
+// The logits of tokens in memory, written by an earlier launch.
 struct StoredLogits {
   const float* logits;
+  int64_t stride;  // from one token to the next
 
-  template <int kHeld>
-  __device__ __forceinline__ void load(float (&held)[kHeld], int num_experts) const {
+  template <int kTokens, int kHeld>
+  __device__ __forceinline__ void load(float (&held)[kTokens][kHeld], const int (&tokens)[kTokens],
+                                       int num_experts) const {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
-      held[i] = expert < num_experts ? logits[expert] : -INFINITY;
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+        held[t][i] = expert < num_experts ? logits[tokens[t] * stride + expert] : -INFINITY;
+      }
     }
   }
 };
 
-// kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l.
-template <int kHeld, typename Logits>
-__device__ __forceinline__ Choice choose(const Logits& logits, const Routing& routing,
-                                         bool renormalise) {
+// Chooses for kTokens tokens in one warp. The steps for different tokens do not wait for each
+// other. kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l.
+template <int kHeld, int kTokens, typename Logits>
+__device__ __forceinline__ void choose(Choice (&choices)[kTokens], const Logits& logits,
+                                       const int (&tokens)[kTokens], const Routing& routing,
+                                       bool renormalise) {
   const int lane = threadIdx.x % 32;
-  uint32_t keys[kHeld];
-  float held[kHeld], largest = -INFINITY;
-  logits.load(held, routing.num_experts);
+  uint32_t keys[kTokens][kHeld];
+  float held[kTokens][kHeld], largest[kTokens], sum[kTokens] = {}, logit[kTokens] = {};
+  logits.load(held, tokens, routing.num_experts);
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    keys[i] = 32 * i + lane < routing.num_experts ? ordered(held[i]) : 0;
-    largest = fmaxf(largest, held[i]);  // ignores NaN
-  }
-  largest = warp_reduce(largest, Max());
-  float sum = 0;
-  if (!renormalise) {
+  for (int t = 0; t < kTokens; ++t) {
+    largest[t] = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (32 * i + lane < routing.num_experts) sum += expf(held[i] - largest);
+      keys[t][i] = 32 * i + lane < routing.num_experts ? ordered(held[t][i]) : 0;
+      largest[t] = fmaxf(largest[t], held[t][i]);  // ignores NaN
     }
-    sum = warp_reduce(sum, Sum());
+    largest[t] = warp_reduce(largest[t], Max());
+    if (!renormalise) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (32 * i + lane < routing.num_experts) sum[t] += expf(held[t][i] - largest[t]);
+      }
+      sum[t] = warp_reduce(sum[t], Sum());
+    }
+    choices[t].expert = 0;
   }
 
-  int expert = 0;
-  float logit = 0;
   for (int rank = 0; rank < routing.top_k; ++rank) {
-    uint32_t own = 0;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) own = max(own, keys[i]);
-    const uint32_t best = __reduce_max_sync(0xffffffffu, own);
-    uint32_t candidate = 0xffffffffu;  // the lowest expert with this key
+    for (int t = 0; t < kTokens; ++t) {
+      uint32_t own = 0;
 #pragma unroll
-    for (int i = kHeld - 1; i >= 0; --i) {
-      if (keys[i] == best) candidate = 32 * i + lane;
+      for (int i = 0; i < kHeld; ++i) own = max(own, keys[t][i]);
+      const uint32_t best = __reduce_max_sync(0xffffffffu, own);
+      uint32_t candidate = 0xffffffffu;  // the lowest expert with this key
+#pragma unroll
+      for (int i = kHeld - 1; i >= 0; --i) {
+        if (keys[t][i] == best) candidate = 32 * i + lane;
+      }
+      const int winner = static_cast<int>(__reduce_min_sync(0xffffffffu, candidate));
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (32 * i + lane == winner) keys[t][i] = 0;
+      }
+      if (rank == lane) choices[t].expert = winner, logit[t] = unordered(best);
     }
-    const int winner = static_cast<int>(__reduce_min_sync(0xffffffffu, candidate));
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (32 * i + lane == winner) keys[i] = 0;
-    }
-    if (rank == lane) expert = winner, logit = unordered(best);
   }
-  const float weight = lane < routing.top_k ? expf(logit - largest) : 0.0f;
-  if (renormalise) sum = warp_reduce(weight, Sum());
-  return {expert, weight / sum};
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const float weight = lane < routing.top_k ? expf(logit[t] - largest[t]) : 0.0f;
+    if (renormalise) sum[t] = warp_reduce(weight, Sum());
+    choices[t].weight = weight / sum[t];
+  }
 }
 
 // Chooses for one token. All kThreads threads of a CTA call it. The warp that chooses also sorts.
@@ -94,7 +109,9 @@ __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise
   __shared__ int chosen[kMaxTopK];
   const int lane = threadIdx.x % 32, top_k = routing.top_k;
   if (threadIdx.x < 32) {
-    const Choice choice = choose<kHeld>(logits, routing, renormalise);
+    Choice choices[1];
+    choose<kHeld>(choices, logits, {0}, routing, renormalise);
+    const Choice& choice = choices[0];
     int place = 0;
     for (int rank = 0; rank < top_k; ++rank) {
       place += __shfl_sync(0xffffffffu, choice.expert, rank) < choice.expert;
@@ -116,11 +133,11 @@ __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise
 }
 
 // Chooses for up to 64 tokens and sorts their pairs. All kThreads threads of a CTA call it.
-// `logits_of(token)` has `load`, as StoredLogits.
-template <int kHeld, int kThreads, typename LogitsOf>
-__device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tokens,
-                                          bool renormalise, const Routing& routing) {
-  if (num_tokens == 1) return route_one<kHeld, kThreads>(logits_of(0), renormalise, routing);
+// `logits` has `load`, as StoredLogits.
+template <int kHeld, int kThreads, typename Logits>
+__device__ __forceinline__ void route_few(const Logits& logits, int num_tokens, bool renormalise,
+                                          const Routing& routing) {
+  if (num_tokens == 1) return route_one<kHeld, kThreads>(logits, renormalise, routing);
   constexpr int kOwn = kMaxExperts / kThreads;           // experts of a thread in the scan
   __shared__ unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
   __shared__ int first_of[kMaxExperts];                  // place of the expert's first pair
@@ -128,13 +145,29 @@ __device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tok
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top_k = routing.top_k;
   for (int i = threadIdx.x; i < kMaxExperts; i += kThreads) tokens_of[i] = 0;
   __syncthreads();
-  for (int token = warp; token < num_tokens; token += kThreads / 32) {
-    const Choice choice = choose<kHeld>(logits_of(token), routing, renormalise);
-    if (lane >= top_k) continue;
-    routing.experts[token * top_k + lane] = choice.expert;
-    routing.weights[token * top_k + lane] = choice.weight;
-    atomicOr(&tokens_of[choice.expert], 1ull << token);
+  // A warp chooses for kTogether tokens at once.
+  constexpr int kWarps = kThreads / 32, kTogether = kHeld <= 8 ? 4 : kHeld <= 16 ? 2 : 1;
+  const auto choose_for = [&](auto together, int first) {
+    constexpr int kTokens = decltype(together)::value;
+    int tokens[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) tokens[t] = min(first + t * kWarps, num_tokens - 1);
+    Choice choices[kTokens];
+    choose<kHeld>(choices, logits, tokens, routing, renormalise);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int token = tokens[t];
+      if (lane >= top_k || token != first + t * kWarps) continue;
+      routing.experts[token * top_k + lane] = choices[t].expert;
+      routing.weights[token * top_k + lane] = choices[t].weight;
+      atomicOr(&tokens_of[choices[t].expert], 1ull << token);
+    }
+  };
+  int token = warp;
+  for (; token + kWarps < num_tokens; token += kTogether * kWarps) {
+    choose_for(IntConstant<kTogether>{}, token);
   }
+  if (token < num_tokens) choose_for(IntConstant<1>{}, token);
   __syncthreads();
 
   // The scan adds pairs in the low and active experts in the high half.
@@ -195,6 +228,7 @@ __device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tok
 template <typename F>
 void dispatch_held(int num_experts, F&& f) {
   if (num_experts <= 128) return f(IntConstant<4>{});
+  if (num_experts <= 256) return f(IntConstant<8>{});
   if (num_experts <= 512) return f(IntConstant<16>{});
   f(IntConstant<32>{});
 }

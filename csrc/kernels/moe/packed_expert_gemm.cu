@@ -7,7 +7,10 @@
 // takes 405 instructions of a warp, one of int4 260. So the loop has few besides unpack and mma.
 //
 // Schedule: a warp owns a warp tile of one expert with pairs, 32 rows of W. It multiplies every
-// `splits`-th block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles.
+// `splits`-th block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles. If there are
+// tiles enough for all SMs (kWhole), a warp computes all splits of its tile, one after the other.
+// Each split has sums of its own, so the bits are the same, and a tile has a third fewer
+// instructions.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
 //   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh
@@ -17,6 +20,9 @@
 // The surprising decision: few registers and small CTAs. With 64 registers and 33 KB, gate and up
 // of one token are 384 CTAs, three an SM. All of W is requested at once, and the CTAs of down find
 // room beside them. `splits` depends on K, so that a warp has 1.5 blocks or more on average.
+//
+// Length of packed_expert_gemm_kernel: the loads of x share all scalars with the main loop. With
+// them in a struct, ptxas 13.0 spills 56 to 124 bytes of a thread with 64 registers (K4).
 #include "core/ptx.cuh"
 #include "kernels/gemm/packed/multiply.cuh"
 #include "kernels/moe/expert_tiles.cuh"
@@ -27,7 +33,8 @@ namespace {
 struct PackedExpertArgs {
   ExpertArgs expert;
   int k_blocks, block_bytes;
-  int stages;  // number of stages of a warp
+  int stages;      // number of stages of a warp
+  int order_bits;  // if kWhole, a warp computes 2^order_bits splits
   uint8_t scale_form;
 };
 
@@ -39,13 +46,14 @@ struct alignas(16) Stage {
 };
 
 // Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
-template <typename Unpacker, int kGroups>
-constexpr int kStages = Unpacker::kBits == 8 ? 2
-                        : kGroups == 1       ? 4
-                                             : 3;
-template <typename Unpacker, int kGroups>
+template <typename Unpacker, int kGroups, bool kWhole>
+constexpr int kStages = Unpacker::kBits == 8      ? 2
+                        : kGroups == 1 && !kWhole ? 4
+                                                  : 3;
+template <typename Unpacker, int kGroups, bool kWhole>
 constexpr int kMinBlocks = kGroups > 1            ? 1
-                           : Unpacker::kBits == 8 ? 3
+                           : Unpacker::kBits == 8 ? (kWhole ? 2 : 3)
+                           : kWhole               ? 3
                                                   : 4;
 
 // Waits until at most `pending` of this thread's copies are unfinished.
@@ -61,9 +69,30 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
   }
 }
 
-// Copies of a warp's tile of its weight blocks to stages, asynchronous. K blocks are copied from
-// the last to the first. So only the first block of a pass can end beyond K.
-template <typename Unpacker, int kMostStages>
+// The k blocks of a warp that computes all splits: those of each split in turn, the last first.
+struct BlockOrder {
+  int k_blocks, bits;  // of W; there are 2^bits splits
+  int split, at;       // of the current block
+
+  __device__ __forceinline__ BlockOrder(int blocks, int split_bits)
+      : k_blocks(blocks), bits(split_bits), split(0), at(last_of(0)) {}
+  __device__ __forceinline__ int last_of(int of) const {
+    return of + ((k_blocks - 1 - of) >> bits << bits);
+  }
+  __device__ __forceinline__ bool ends_split() const { return at >> bits == 0; }
+  // Goes on to the next block. After the last one comes the first one.
+  __device__ __forceinline__ void advance() {
+    at -= 1 << bits;
+    if (at >= 0) return;
+    split = (split + 1) & ((1 << bits) - 1);
+    at = last_of(split);
+  }
+};
+
+// Copies of a warp's tile of its weight blocks to stages, asynchronous. K blocks of a split are
+// copied from the last to the first. So if a warp has one split, only the first block of a pass can
+// end beyond K.
+template <typename Unpacker, int kMostStages, bool kWhole>
 struct TileCopies {
   static constexpr int kBytes = kWarpTileBytes<Unpacker>;
   static constexpr int kExtraLanes = Unpacker::kExtraBytes / kWarpTiles / 16;
@@ -72,8 +101,9 @@ struct TileCopies {
 
   Stage<Unpacker>* stages;
   int num_stages, num_blocks;
-  const char* from;           // the lane's first codes of the next weight block
-  int step;                   // bytes from one weight block to the next
+  const char* from;           // the lane's first codes of the next block; of block 0, if kWhole
+  int step;                   // bytes from the next block to the one after; of a block, if kWhole
+  BlockOrder order;           // place of the next block, if kWhole
   int extra_places[kExtras];  // offsets from the codes in bytes; 0: the lane has no such copy
   int pending;                // number of copies that may be incomplete
   int to_load, of_pass;       // number of blocks to copy: in all, and in this pass
@@ -81,9 +111,13 @@ struct TileCopies {
 
   // Copies as many blocks as fit the stages. `first`: the first of `blocks` blocks of a pass.
   __device__ __forceinline__ TileCopies(Stage<Unpacker>* to, int stages_of_warp, const char* first,
-                                        int bytes_to_next, int tile, int blocks, int loads,
-                                        uint8_t form)
-      : stages(to), num_stages(stages_of_warp), num_blocks(blocks), step(bytes_to_next) {
+                                        int bytes_to_next, const BlockOrder& first_block, int tile,
+                                        int blocks, int loads, uint8_t form)
+      : stages(to),
+        num_stages(stages_of_warp),
+        num_blocks(blocks),
+        step(bytes_to_next),
+        order(first_block) {
     const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
     const int place = tile * kBytes + lane * 16;
     from = first + place;
@@ -107,14 +141,19 @@ struct TileCopies {
   }
   __device__ __forceinline__ void copy(Stage<Unpacker>* stage_of_block) {
     const uint32_t to = ptx::shared_address(stage_of_block) + threadIdx.x % 32 * 16;
+    const char* const codes = kWhole ? from + int64_t{order.at} * step : from;
 #pragma unroll
-    for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, from + i);
+    for (int i = 0; i < kBytes; i += 512) ptx::cp_async16(to + i, codes + i);
 #pragma unroll
     for (int i = 0; i < kExtras; ++i) {
-      ptx::cp_async16_if(extra_places[i] != 0, to + kBytes + i * 512, from + extra_places[i]);
+      ptx::cp_async16_if(extra_places[i] != 0, to + kBytes + i * 512, codes + extra_places[i]);
     }
     ptx::cp_async_commit();
-    from += step;
+    if constexpr (kWhole) {
+      order.advance();
+    } else {
+      from += step;
+    }
   }
   // Waits for the next block. By a warp.
   __device__ __forceinline__ void wait() {
@@ -126,7 +165,7 @@ struct TileCopies {
   __device__ __forceinline__ void load_next() {
     if (to_load == 0) return;
     __syncwarp();  // all lanes have read the stage
-    if (of_pass == 0) from -= int64_t{num_blocks} * step, of_pass = num_blocks;
+    if (!kWhole && of_pass == 0) from -= int64_t{num_blocks} * step, of_pass = num_blocks;
     copy(stages + stage);
     ++pending, --to_load, --of_pass;
     if (++stage == num_stages) stage = 0;
@@ -169,6 +208,20 @@ __device__ __forceinline__ void add_scaled(float (&sums)[2][kGroups][4],
   if constexpr (kHasMinimum<Unpacker>) clear(x_sums.of);
 }
 
+// Adds the sums of a split to those of the splits before, as store_pairs does, and clears them.
+template <int kGroups>
+__device__ __forceinline__ void add_split(float (&all)[2][kGroups][4],
+                                          float (&sums)[2][kGroups][4]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all[t][group][i] += sums[t][group][i], sums[t][group][i] = 0;
+    }
+  }
+}
+
 // Requests the biases of a tile, by a warp. They are complete with the first block.
 template <typename T>
 __device__ __forceinline__ void copy_bias(T* to, const ExpertArgs& args, int expert, int tile) {
@@ -179,8 +232,9 @@ __device__ __forceinline__ void copy_bias(T* to, const ExpertArgs& args, int exp
 
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs that are multiplied at a time
-          typename Unpacker>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
+          typename Unpacker,
+          bool kWhole>  // a warp computes all splits of its tile; split_bits is 0, kGroups 1
+__global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole>)
     packed_expert_gemm_kernel(const __grid_constant__ PackedExpertArgs all) {
   extern __shared__ __align__(16) char shared[];
   const ExpertArgs& args = all.expert;
@@ -199,17 +253,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
   Stage* const stages = reinterpret_cast<Stage*>(shared) + warp * all.stages;
   float* const partial =
       reinterpret_cast<float*>(shared + kWarps * all.stages * static_cast<int>(sizeof(Stage)));
-  const int first_k_block = split + max(num_blocks - 1, 0) * splits;
+  const BlockOrder first_of_all(all.k_blocks, all.order_bits);
+  const int first_k_block = kWhole ? first_of_all.at : split + max(num_blocks - 1, 0) * splits;
   T* const bias = reinterpret_cast<T*>(partial + kWarps * args.partial_pairs * kPartialStride);
   if (args.bias != nullptr && split == 0 && has_rows) {
     copy_bias(bias + (warp >> args.split_bits) * kTileRows, args, span.expert, tile);
   }
-  TileCopies<Unpacker, kStages<Unpacker, kGroups>> copies(
+  TileCopies<Unpacker, kStages<Unpacker, kGroups, kWhole>, kWhole> copies(
       stages, all.stages,
       args.w + span.expert * args.stride +
-          (int64_t{tile / kWarpTiles} * all.k_blocks + first_k_block) * all.block_bytes,
-      -(all.block_bytes << args.split_bits), tile % kWarpTiles, num_blocks, num_loads,
-      all.scale_form);
+          (int64_t{tile / kWarpTiles} * all.k_blocks + (kWhole ? 0 : first_k_block)) *
+              all.block_bytes,
+      kWhole ? all.block_bytes : -(all.block_bytes << args.split_bits), first_of_all,
+      tile % kWarpTiles, num_blocks, num_loads, all.scale_form);
   if (args.routing_is_complete) ptx::pdl_wait();
   ptx::pdl_launch();
 
@@ -233,23 +289,39 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       to[0] = *reinterpret_cast<const uint32_t*>(x_at + step * 16);
       to[1] = *reinterpret_cast<const uint32_t*>(x_at + step * 16 + 8);
     };
+    const auto lies_in_x = [&](int k_block) { return (k_block + 1) * kPackedK <= args.k; };
+    const auto load_checked = [&](int k_block) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_x(of_x[step], 0, k_block, step);
+    };
     if constexpr (kGroups == 1) {
       x_at = x + rows.rows[0] + first_k_block * kPackedK + 2 * q;
-      if ((first_k_block + 1) * kPackedK <= args.k) {
+      if (lies_in_x(first_k_block)) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) load_next_x(of_x[step], step);
       } else {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_x(of_x[step], 0, first_k_block, step);
+        load_checked(first_k_block);
       }
     }
     if (stays) stage = 0;
     float sums[2][kGroups][4] = {};
-    // Main loop over this warp's k blocks.
+    [[maybe_unused]] float all_sums[2][kGroups][4] = {};  // of the splits before, if kWhole
+    [[maybe_unused]] BlockOrder next = first_of_all;      // the block after the current, if kWhole
+                                                          // Main loop over this warp's k blocks.
 #pragma unroll 1
     for (int block = 0; block < num_blocks; ++block) {
       [[maybe_unused]] const int k_block = first_k_block - block * splits;
-      if constexpr (kGroups == 1) x_at -= splits * kPackedK;
+      const bool ends_split = kWhole && next.ends_split();
+      bool has_next = block + 1 < num_blocks;
+      bool is_checked = false;
+      if constexpr (kWhole) {
+        next.advance();
+        x_at = x + rows.rows[0] + next.at * kPackedK + 2 * q;
+        is_checked = has_next && !lies_in_x(next.at);
+        has_next = has_next && !is_checked;
+      } else if constexpr (kGroups == 1) {
+        x_at -= splits * kPackedK;
+      }
       copies.wait();
       const Stage& from = stages[stage];
       typename Unpacker::template Tile<T> tiles[2];
@@ -283,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
             ptx::mma_16x8x16<T>(x_sums.of[group], ones, b[0], b[1]);
           }
           if constexpr (kGroups == 1) {
-            if (block + 1 < num_blocks) load_next_x(b, step);
+            if (has_next) load_next_x(b, step);
           }
         }
         if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
@@ -292,8 +364,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups>)
       }
       copies.load_next();
       if (++stage == all.stages) stage = 0;
+      if constexpr (kWhole) {
+        if (is_checked) load_checked(next.at);
+        if (ends_split) add_split(all_sums, sums);
+      }
     }
-    store_pairs<T, kGroups>(args, rows, sums, partial, bias);
+    store_pairs<T, kGroups>(args, rows, kWhole ? all_sums : sums, partial, bias);
   }
 }
 
@@ -302,6 +378,11 @@ int split_bits_of(int64_t k_blocks) {
   int bits = 0;
   while (kWarps >> bits > 1 && k_blocks >= int64_t{3} << bits) ++bits;
   return bits;
+}
+
+// Whether CTAs of whole tiles keep all SMs busy. `grid`: of these CTAs.
+bool has_whole_tiles(const Context& ctx, const dim3& grid) {
+  return static_cast<int>(2 * grid.x * grid.y) >= 3 * ctx.sm_count;
 }
 
 }  // namespace
@@ -315,25 +396,31 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
   CHECK(is_aligned16(p.w.blocks), "packed_expert_gemm: W is not aligned to 16 bytes");
   const int split_bits = split_bits_of(p.w.k_blocks());
   const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= kMaxRows;
-  PackedExpertArgs args{.expert = expert_args("packed_expert_gemm", p.rows, p.w.n, split_bits,
+  const bool whole = few && has_whole_tiles(ctx, expert_grid(p.rows, p.w.n, 0));
+  const int cta_split_bits = whole ? 0 : split_bits;
+  PackedExpertArgs args{.expert = expert_args("packed_expert_gemm", p.rows, p.w.n, cta_split_bits,
                                               p.w.gated, few ? 8 : 32),
                         .k_blocks = static_cast<int>(p.w.k_blocks()),
                         .block_bytes = static_cast<int>(p.w.block_bytes()),
                         .stages = 0,
+                        .order_bits = split_bits,
                         .scale_form = scale_form(p.w.layout)};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
-  const dim3 grid = expert_grid(p.rows, p.w.n, split_bits);
+  const dim3 grid = expert_grid(p.rows, p.w.n, cta_split_bits);
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     using T = decltype(t);
-    const auto run = [&](auto groups) {
+    const auto run = [&](auto groups, auto is_whole) {
       constexpr int kGroups = decltype(groups)::value;
+      constexpr bool kWhole = decltype(is_whole)::value;
       const auto with = [&](auto unpacker) {
         using Unpacker = decltype(unpacker);
-        constexpr int kMost = kStages<Unpacker, kGroups>, kBytes = kWarps * sizeof(Stage<Unpacker>);
-        const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker>;
+        constexpr int kMost = kStages<Unpacker, kGroups, kWhole>;
+        constexpr int kBytes = kWarps * sizeof(Stage<Unpacker>);
+        const auto kernel = packed_expert_gemm_kernel<T, kGroups, Unpacker, kWhole>;
         args.expert.alpha = 1 / Unpacker::template kFactor<T>;
-        args.stages = std::min(kMost, (args.k_blocks + (1 << split_bits) - 1) >> split_bits);
+        const int blocks_of_warp = (args.k_blocks + (1 << cta_split_bits) - 1) >> cta_split_bits;
+        args.stages = std::min(kMost, blocks_of_warp);
         constexpr int kBiasBytes = kWarps * kTileRows * sizeof(T);
         allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups) + kBiasBytes);
         const int bytes = args.stages * kBytes + partial_bytes(args.expert.partial_pairs) +
@@ -343,7 +430,8 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
       if (p.w.layout.codes == Codes::kE2m1 && p.w.layout.group == 32) return with(E2m1By32{});
       dispatch_unpacker(p.w.layout, with);
     };
-    few ? run(IntConstant<1>{}) : run(IntConstant<4>{});
+    if (whole) return run(IntConstant<1>{}, std::true_type{});
+    few ? run(IntConstant<1>{}, std::false_type{}) : run(IntConstant<4>{}, std::false_type{});
   });
 }
 
