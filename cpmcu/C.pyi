@@ -406,20 +406,18 @@ class Engine:
         """ValueError that lists the missing tensors."""
 
     def launches(
-        self, prefill: bool = False, capability: int | None = None, sums_over_ranks: bool = False
+        self, prefill: bool = False, capability: int | None = None
     ) -> list[dict[str, typing.Any]]:
         """{layer, kind, ops, bytes} of each launch of a pass of the target.
 
         layer: of the first op, -1: before the first layer. ops: names; "next " precedes those of
         the next layer. bytes: of the weights that it reads for one token, 0: none or unknown.
-        capability: of another device, 90 for sm_90, 0 for the CPU. sums_over_ranks: as in
-        cut_for."""
+        capability: of another device, 90 for sm_90, 0 for the CPU."""
 
-    def cut_for(self, capability: int, sums_over_ranks: bool = False) -> None:
+    def cut_for(self, capability: int) -> None:
         """For tests: cuts the target's pass as for a device of this compute capability.
 
-        On the CPU a fused layer then runs op by op. sums_over_ranks: a fused layer may hold sums
-        over ranks."""
+        On the CPU a fused layer then runs op by op."""
 
     def add_sequence(
         self,

@@ -12,12 +12,11 @@ namespace {
 
 using LaunchDict = py::typing::Dict<py::str, py::object>;
 
-std::vector<LaunchDict> launches(const Ranks& engine, bool prefill, std::optional<int> capability,
-                                 bool sums_over_ranks) {
+std::vector<LaunchDict> launches(const Ranks& engine, bool prefill, std::optional<int> capability) {
   using namespace py::literals;
   std::vector<LaunchDict> rows;
-  for (const LaunchRow& row : engine.first().launches(prefill ? Phase::kPrefill : Phase::kDecode,
-                                                      capability, sums_over_ranks)) {
+  for (const LaunchRow& row :
+       engine.first().launches(prefill ? Phase::kPrefill : Phase::kDecode, capability)) {
     rows.push_back(py::dict("layer"_a = row.layer, "kind"_a = row.kind, "ops"_a = row.parts,
                             "bytes"_a = row.weight_bytes));
   }
@@ -29,19 +28,15 @@ std::vector<LaunchDict> launches(const Ranks& engine, bool prefill, std::optiona
 void bind_launches(EngineClass& engine) {
   engine
       .def("launches", &launches, py::arg("prefill") = false, py::arg("capability") = py::none(),
-           py::arg("sums_over_ranks") = false,
            R"({layer, kind, ops, bytes} of each launch of a pass of the target.
 
            layer: of the first op, -1: before the first layer. ops: names; "next " precedes those of
            the next layer. bytes: of the weights that it reads for one token, 0: none or unknown.
-           capability: of another device, 90 for sm_90, 0 for the CPU. sums_over_ranks: as in
-           cut_for.)")
+           capability: of another device, 90 for sm_90, 0 for the CPU.)")
       .def("cut_for", on_each<&Engine::cut_for>, py::arg("capability"),
-           py::arg("sums_over_ranks") = false,
            R"(For tests: cuts the target's pass as for a device of this compute capability.
 
-           On the CPU a fused layer then runs op by op. sums_over_ranks: a fused layer may hold sums
-           over ranks.)");
+           On the CPU a fused layer then runs op by op.)");
 }
 
 }  // namespace cpmcu

@@ -143,11 +143,10 @@ class Engine {
   int launch_ahead() const { return ctx_.compute_capability > 0 ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
   // The launches of a pass of the target on this device, or on one of `capability` (CutTarget).
-  std::vector<LaunchRow> launches(Phase phase, std::optional<int> capability = {},
-                                  bool sums_over_ranks = false) const;
+  std::vector<LaunchRow> launches(Phase phase, std::optional<int> capability = {}) const;
   // For tests: cuts the target's pass for a device of `capability`. On the CPU a fused layer runs
   // op by op.
-  void cut_for(int capability, bool sums_over_ranks);
+  void cut_for(int capability);
 
  private:
   struct Slot {

@@ -312,18 +312,12 @@ void Engine::finish_loading() {
   ready_ = true;
 }
 
-std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability,
-                                        bool sums_over_ranks) const {
-  CutTarget target = capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_);
-  target.sums_over_ranks |= sums_over_ranks;
-  return model_.launches(phase, target);
+std::vector<LaunchRow> Engine::launches(Phase phase, std::optional<int> capability) const {
+  return model_.launches(phase,
+                         capability ? CutTarget::of_capability(*capability) : CutTarget::of(ctx_));
 }
 
-void Engine::cut_for(int capability, bool sums_over_ranks) {
-  CutTarget target = CutTarget::of_capability(capability);
-  target.sums_over_ranks = sums_over_ranks;
-  model_.cut(target);
-}
+void Engine::cut_for(int capability) { model_.cut(CutTarget::of_capability(capability)); }
 
 std::map<std::string, int64_t> Engine::counters() const {
   const DeviceCounters device = device_counters();

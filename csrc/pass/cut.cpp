@@ -13,7 +13,7 @@ class Cutter {
   Cutter(const OpList& list, const CutTarget& target)
       : ops_(list.ops()),
         prefetches_(target.prefetches),
-        joins_ranks_(target.sums_over_ranks),
+        joins_ranks_(target.fused == FusedForms::kAll),
         forms_(list.phase() == Phase::kDecode ? target.fused : FusedForms::kNone) {}
 
   std::vector<Launch> run() {

@@ -4,10 +4,10 @@
 // forms of weights that it reads there:
 //
 //   launch          ops
-//   fused layer     up to four linear ops that follow one another and have one form of weights; a
-//                   sum over ranks after one of them, if the target allows it; a norm between two
-//                   of them; before the first one, the combination of the attention splits that it
-//                   reads; after the last one, rotary_kv of its output
+//   fused layer     up to four linear ops that follow one another and have one form of weights; on
+//                   Hopper, a sum over ranks after one of them; a norm between two of them; before
+//                   the first one, the combination of the attention splits that it reads; after the
+//                   last one, rotary_kv of its output
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
 //
@@ -31,8 +31,6 @@ namespace cpmcu {
 struct CutTarget {
   FusedForms fused = FusedForms::kNone;  // the forms of weights that the fused layer kernel reads
   bool prefetches = true;  // a fused layer kernel may prefetch the next launch's weights to L2
-  // A fused layer may hold sums over ranks. Off: this has not run on two GPUs yet.
-  bool sums_over_ranks = false;
 
   // The target of a device.
   static CutTarget of(const Context& ctx) { return {.fused = fused_forms(ctx)}; }

@@ -1,6 +1,6 @@
 """Sums over ranks within fused layers. The CPU runs such a launch op by op, GPUs run the kernel.
 
-Engines cut launches this way only if they are told to (`cut_for`).
+GPUs of Hopper cut launches this way. Engines on the CPU do it if they are told to (`cut_for`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
 
 
 def fused(engine: Any) -> Any:
-    engine.cut_for(90, sums_over_ranks=True)
+    engine.cut_for(90)
     return engine
 
 
 def launches(engine: Any) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = engine.launches(capability=90, sums_over_ranks=True)
+    rows: list[dict[str, Any]] = engine.launches(capability=90)
     return rows
 
 
@@ -65,8 +65,9 @@ def test_sums_in_fused_layers_change_no_token(models: Models, family: str) -> No
 
 @pytest.mark.parametrize("family", FORMS)
 def test_logits(models: Models, family: str) -> None:
-    """Steps of one token and of several, against launches that are not fused over ranks."""
+    """Steps of one token and of several, against one launch for each op."""
     apart, joined = (models.engine(family, None, max_num_seqs=3) for _ in range(2))
+    apart.cut_for(0)
     fused(joined)
     for count in (1, 3):
         expected, got = (step_logprobs(engine, count) for engine in (apart, joined))
