@@ -99,6 +99,15 @@ struct EpilogueTiles {
         }
       }
     };
+    // NOTE: `v` is written under a condition. Without a first value, its 64 registers are kept from
+    // tile to tile, so the main loop of many rows spills. With few rows the main loop needs less,
+    // and a CTA with fewer registers fits beside attention. On Hopper this is not measured.
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (kCounted) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) v[i / 2][i % 2] = {};
+    }
+#endif
     bool missing;
     do {
       missing = false;
