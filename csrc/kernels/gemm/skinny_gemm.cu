@@ -8,8 +8,7 @@
 //             (16-byte loads, no shared memory), and refills a fragment right after its use
 //   epilogue  the warps' sums are added in warp order through shared memory
 // Nothing of this depends on M, so a row of y has the same bits whatever the batch. kTiles only
-// moves rows of W between CTAs. skinny_gemm_sm90.cu and skinny_gemm_sm80.cu serve a W of very many
-// rows.
+// moves rows of W between CTAs. tall_gemm.cu serves a W of very many rows.
 //
 // The surprising decision: the fragments have the "wrong" k. A lane loads 8 consecutive k of its
 // row and passes them to mma.m16n8k16 as if they were the k of the fragment layout. x is loaded in
@@ -177,28 +176,13 @@ void skinny_block(const Context& ctx, const Args& args) {
   return launch_skinny<T, Out, 2, 8, 1, 1>(ctx, args);
 }
 
-bool has_tall_gemm([[maybe_unused]] const Context& ctx) {
-#ifdef CPMCU_SM90
-  if (ctx.compute_capability == 90) return true;
-#endif
-  return kHasPortableTall;
-}
-void tall_gemm([[maybe_unused]] const Context& ctx, DType x, DType y, const Args& args) {
-#ifdef CPMCU_SM90
-  if (ctx.compute_capability == 90) return tall_gemm_sm90(ctx, x, y, args);
-#endif
-#ifdef CPMCU_SM80
-  tall_gemm_sm80(ctx, x, y, args);
-#endif
-}
-
 }  // namespace
 
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
   const int64_t y_stride = params.y_stride ? params.y_stride : n;
-  const bool tall = has_tall_gemm(ctx) && is_tall(ctx, n);
+  const bool tall = is_tall(ctx, n);
   const int64_t most_rows = tall ? kMaxTallRows : kMaxSkinnyRows;
   for (int64_t row = 0; row < m; row += most_rows) {
     const int64_t rows = std::min(most_rows, m - row);

@@ -15,12 +15,9 @@ struct SkinnyArgs {
 };
 
 constexpr int kMaxTallRows = 128;  // maximum number of rows of x in a launch of a tall GEMM
-// Whether code for other targets than sm_90a has tall GEMMs; false only for measurements.
-constexpr bool kHasPortableTall = true;
 
 // Whether W has enough rows for a tall GEMM: at least a tile of 128 for each SM. Independent of M.
 inline bool is_tall(const Context& ctx, int64_t n) { return n >= 128 * int64_t{ctx.sm_count}; }
-void tall_gemm_sm80(const Context& ctx, DType x, DType y, const SkinnyArgs& args);
-void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args);
+void tall_gemm(const Context& ctx, DType x, DType y, const SkinnyArgs& args);
 
 }  // namespace cpmcu::cuda

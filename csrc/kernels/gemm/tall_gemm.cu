@@ -1,19 +1,21 @@
-// skinny_gemm of a W of very many rows (lm_head) in code for other targets than sm_90a: y [M, N] =
-// alpha * x W^T + beta * y, M up to kMaxTallRows.
+// skinny_gemm of a W of very many rows (lm_head): y [M, N] = alpha * x W^T + beta * y, M up to
+// kMaxTallRows.
 //
-// Roofline: W is read once, 2 N K bytes. A CTA of skinny_gemm.cu reads all of x for 32 rows of W:
-// at 32 rows, x and W are the same number of bytes from L2. Here a CTA reads x once for up to 128
-// rows of W.
+// Roofline: W is read once, 2 N K bytes. MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s. On
+// Hopper the short-lived CTAs of skinny_gemm.cu take 204 us at one row (254 in a step) and 256 us
+// at 32 rows, because each reads all of x for 32 rows of W. This kernel makes a step 54 us shorter.
 //
-// Schedule: one CTA per SM, as in skinny_gemm_sm90.cu.
+// Schedule: one CTA per SM.
 //   weight producer  64 k of a tile of W -> a stage; does not wait for x
 //   row producer     64 k of the rows of x -> the same stage
 //   8 consumer warps mma.sync, 16 rows of W each; a sum goes through k in order, whatever M
 // From compute capability 9.0 on, a producer is one thread that issues TMA copies. Before, it is a
 // warp that issues cp.async.
 //
-// The surprising decision: rows of W are divided among SMs before they are cut into tiles, so all
-// SMs end together (skinny_gemm_sm90.cu).
+// The surprising decision: rows of W are divided among SMs before they are cut into tiles. Each SM
+// gets one contiguous range, a multiple of 16 rows. It cuts the range into equal tiles of up to 128
+// rows, and the tensor map has boxes of that size. If the 73448 rows of MiniCPM4 had tiles of 128,
+// two thirds of an H100 would be idle in the last of five rounds.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/vec.cuh"
@@ -29,6 +31,11 @@ constexpr int kTileRows = 16 * kWarps;
 constexpr bool kHasEngine = true;  // TMA
 #else
 constexpr bool kHasEngine = false;
+#endif
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHasAllStages = true;  // shared memory has room for kMaxStages
+#else
+constexpr bool kHasAllStages = false;
 #endif
 constexpr int kArrivalsOfCopies = kHasEngine ? 1 : 32;  // at the barrier of a stage
 
@@ -146,13 +153,14 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[3 * Ring::kMaxStages];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
-  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers), args.stages};
+  const int stages = kHasAllStages ? Ring::kMaxStages : args.stages;
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers), stages};
 
   ptx::pdl_launch();
   if (ptx::is_elected()) {  // all warps share the work: a barrier costs 30 to 40 cycles
 #pragma unroll 1
-    for (int i = warp; i < args.stages; i += kThreads / 32 + 2) {
-      const Ring mine{ring.data, ring.barriers, args.stages, i};
+    for (int i = warp; i < stages; i += kThreads / 32 + 2) {
+      const Ring mine{ring.data, ring.barriers, stages, i};
       ptx::mbarrier_init(mine.rows_in(), kArrivalsOfCopies);
       ptx::mbarrier_init(mine.weights_in(), kArrivalsOfCopies);
       ptx::mbarrier_init(mine.done(), kThreads);
@@ -220,7 +228,7 @@ void launch_tall(const Context& ctx, TallArgs args) {
 
 }  // namespace
 
-void tall_gemm_sm80(const Context& ctx, DType x, DType y, const SkinnyArgs& args) {
+void tall_gemm(const Context& ctx, DType x, DType y, const SkinnyArgs& args) {
   const int groups = row_groups(args.m, kMaxTallRows);
   const auto up_to_16 = [](int rows) { return (rows + 15) / 16 * 16; };
   const int cta_rows = up_to_16((args.n + ctx.sm_count - 1) / ctx.sm_count);
