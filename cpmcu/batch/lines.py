@@ -33,7 +33,8 @@ _GRAMMARS = {
     "lark": Grammar.lark,
 }
 
-_MOST_HELD = 1 << 30  # bytes of a pipe's lines
+_MOST_HELD = 256 << 20  # bytes of a pipe's lines and of the objects that hold them
+_OBJECTS = 128  # bytes of the objects that hold a line
 _SHOWN = 200  # bytes of a file that a message may show
 
 Id = str | int
@@ -124,8 +125,8 @@ def request_lines(path: Path) -> Lines:
     """Returns a function that reads the lines that are not blank.
 
     Lines of a pipe, which can be read once only, are held in memory. Raises OSError for a file that
-    cannot be read. Raises ValueError for a pipe of more than _MOST_HELD bytes, and, also while the
-    lines are read, for a line of more than MOST_BYTES.
+    cannot be read. Raises ValueError for a pipe that needs more than _MOST_HELD bytes, and, also
+    while the lines are read, for a line of more than MOST_BYTES.
     """
     if path.is_file():
         with open(path, "rb"):
@@ -133,11 +134,11 @@ def request_lines(path: Path) -> Lines:
     lines, size = [], 0
     for number, line in _numbered(path):
         lines.append((number, line))
-        size += len(line)
+        size += len(line) + _OBJECTS
         if size > _MOST_HELD:
             raise ValueError(
-                f"{path} has more than {_MOST_HELD >> 20} MiB and can be read only once, "
-                "expected a file"
+                f"{path} needs more than {_MOST_HELD >> 20} MiB of memory, since it can be read "
+                "only once: write it to a file"
             )
     return lambda: iter(lines)
 

@@ -10,6 +10,7 @@ import re
 import select
 import stat
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def read_prompts(
     """
     if file == "-":
         return [_filled(_read_stdin(note), "the prompt from stdin")]
-    given = list(texts) if file is None else [_filled(read_text(file).removesuffix("\n"), file)]
+    given = list(texts) if file is None else [_read_file(file, note)]
     piped = _read_stdin(note) if append_piped and is_piped() else ""
     if not piped.strip():
         return given
@@ -110,6 +111,17 @@ def _read_stdin(note: Note) -> str:
     elif not select.select([0], [], [], _PATIENCE_SECONDS)[0]:
         note("waiting for the prompt from stdin (</dev/null: nothing comes from there)")
     return read_text(0, "the prompt from stdin").removesuffix("\n")
+
+
+def _read_file(file: str, note: Note) -> str:
+    """Tells the user if it takes long, as that of a pipe without a writer."""
+    patience = threading.Timer(_PATIENCE_SECONDS, note, [f"waiting for the prompt from {file}"])
+    patience.daemon = True
+    patience.start()
+    try:
+        return _filled(read_text(file).removesuffix("\n"), file)
+    finally:
+        patience.cancel()
 
 
 def _filled(text: str, name: str) -> str:

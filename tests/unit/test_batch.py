@@ -147,7 +147,7 @@ def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = subprocess.Popen(["sh", "-c", f"yes '{{}}' >'{pipe}'"], stderr=subprocess.DEVNULL)
-    with pytest.raises(ValueError, match="more than 1 MiB and can be read only once"):
+    with pytest.raises(ValueError, match="needs more than 1 MiB of memory, since it can be read"):
         request_lines(pipe)
     writer.wait(10)
 

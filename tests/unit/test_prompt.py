@@ -69,6 +69,22 @@ def test_waiting_for_a_silent_pipe_is_reported(file):
     assert process.communicate(timeout=60)[0] == "'at last'\n"
 
 
+def test_waiting_for_a_pipe_without_a_writer_is_reported(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", PROGRAM, str(pipe), ""]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr.readline() == f"waiting for the prompt from {pipe}\n"
+    pipe.write_text("at last\n")
+    assert process.communicate(timeout=60)[0] == "'at last'\n"
+
+
 def test_errors(tmp_path):
     (tmp_path / "empty").write_text(" \n")
     for file, what in ((str(tmp_path / "empty"), str(tmp_path / "empty")), ("-", "from stdin")):
