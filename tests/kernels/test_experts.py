@@ -241,12 +241,15 @@ def test_a_pair_does_not_depend_on_the_others(device: str, dtype: str, gated: bo
 
 
 def w4_experts(
-    device: str, num_experts: int, n: int, k: int, **variant: Any
+    device: str, num_experts: int, n: int, k: int, copies: int = 1, **variant: Any
 ) -> tuple[Floats, tuple[Any, dict[str, Any]]]:
-    """Returns dequantised weights [E, N, K], and the arguments of `grouped`."""
+    """Returns dequantised weights [E, N, K], and the arguments of `grouped`.
+
+    `grouped` gets each expert `copies` times.
+    """
     made = [Weights(k=k, n=n, seed=expert, **variant) for expert in range(num_experts)]
-    blocks = np.stack([each.blocks.reshape(-1) for each in made])
-    pad = np.zeros((num_experts, 256), np.uint8)  # experts may be further apart
+    blocks = np.stack([each.blocks.reshape(-1) for each in made] * copies)
+    pad = np.zeros((len(blocks), 256), np.uint8)  # experts may be further apart
     options = {
         "n": n,
         "k": k,
@@ -301,13 +304,21 @@ def test_w4_expert_gemm(
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("k", sizes(264, 2048, 4736))
-def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str, k: int) -> None:
-    """One, two and more k blocks for each warp, which fit its stages or do not."""
-    num_experts, top_k, n = 5, 2, 272
-    _, w = w4_experts(device, num_experts, n, k)
+@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize("k", sizes(264, 1000, 2048, 4736))
+def test_a_w4_pair_does_not_depend_on_the_others(
+    device: str, dtype: str, k: int, copies: int
+) -> None:
+    """One, two and more k blocks for each warp, which fit its stages or do not.
+
+    With 100 experts and many tokens, a warp of a GPU with up to 132 SMs computes whole tiles. One
+    expert has more than 8 pairs.
+    """
+    num_experts, top_k, n = 5 * copies, 2, 272
+    _, w = w4_experts(device, 5, n, k, copies=copies)
     x, _ = expert_inputs(100, 1, 8, k, dtype)
     logits = random_logits(100, num_experts)
+    logits[:, 1] += 3
 
     def pairs_of(begin: int, end: int) -> Any:
         routing = route(device, logits[begin:end], num_experts, top_k, True)
