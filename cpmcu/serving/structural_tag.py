@@ -168,7 +168,7 @@ class _Builder:
         excluded = _excluded(form)
         rests = [(begin, self._rule(self._after_begin(tag, ()))) for begin, tag in tags]
         banned = (*triggers, *excluded, *ends)
-        # What is found first -> texts that may follow.
+        # The key is the text that is found first, the value the texts that may follow it.
         found: dict[tuple[Piece, ...], list[str]] = {}
         for begin, rest in rests:
             trigger = next(trigger for trigger in triggers if begin.startswith(trigger))

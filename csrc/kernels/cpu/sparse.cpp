@@ -130,7 +130,7 @@ class BlockScores {
   int kv_head_, group_;
   const int* pages_;  // page numbers of the slot
   std::vector<T> heads_;
-  const float* queries_ = nullptr;  // heads_ in the form that the dot product reads (dot_operand)
+  const float* queries_ = nullptr;  // the queries of heads_, as dot_operand() converts them
   std::vector<float> buffer_, products_;
 };
 

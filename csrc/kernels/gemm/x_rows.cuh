@@ -15,13 +15,9 @@ constexpr int kMaxRows = kMaxSkinnyRows;
 constexpr int kRingBytes = 226 * 1024;
 
 // Bytes of the stages of a CTA in portable code without clusters. A CTA takes nearly all shared
-// memory of an SM: 98 KB on GeForce cards, 162 KB on an A100. kFillsSharedMemory false: 98 KB
-// everywhere, for measurements of an H100 as a stand-in.
-constexpr bool kFillsSharedMemory = true;
+// memory of an SM: 98 KB on GeForce cards, 162 KB on an A100.
 inline int portable_ring_bytes(const Context& ctx) {
-  return kFillsSharedMemory
-             ? static_cast<int>(std::min<int64_t>(kRingBytes, ctx.sm_shared_bytes - 2048))
-             : 98 * 1024;
+  return static_cast<int>(std::min<int64_t>(kRingBytes, ctx.sm_shared_bytes - 2048));
 }
 
 // On Hopper, consumer warps that need more than an equal share of registers take them from a whole

@@ -307,7 +307,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole
     float sums[2][kGroups][4] = {};
     [[maybe_unused]] float all_sums[2][kGroups][4] = {};  // of the splits before, if kWhole
     [[maybe_unused]] BlockOrder next = first_of_all;      // the block after the current, if kWhole
-                                                          // Main loop over this warp's k blocks.
+
+    // Main loop over this warp's k blocks.
 #pragma unroll 1
     for (int block = 0; block < num_blocks; ++block) {
       [[maybe_unused]] const int k_block = first_k_block - block * splits;
