@@ -8,25 +8,25 @@ model. A CUDA graph has as many launches as needed for that.
 | token | one token of a prompt: S is read, updated and written |
 | chain, tree | nodes of a decode step. Accepted tokens of the step before are added to S first; \
 without them S is read only |
+| step | a plain decode step of several sequences: one token of each, one accepted token |
 | prompt | a chunk of 2,048 tokens of one sequence |
 
-A plain decode step is a chain of one node with one accepted token.
+A plain decode step of one sequence is a chain of one node with one accepted token.
 
 The share of the roofline is the bytes of S over the read bandwidth of this run; for prompts the
 time of a token is printed instead.
 
-    python scripts/bench/bench_delta_net.py [--heads 32,48] [--dtype bfloat16] [--json]
+    python scripts/bench/bench_delta_net.py [--heads 32,48] [--sequences 8,32,64] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import Any
 
 import numpy as np
-from bench_attention import COLD_BYTES, microseconds, normal, open_device, put, raw
+from bench_attention import microseconds, normal, open_device, put, raw
 
 from cpmcu import C
 
@@ -34,18 +34,18 @@ ops = C.ops
 DIM = 128
 KEY_HEADS = 16
 MOST_NODES = 64
+SLOTS = 64  # their states do not fit into the L2 cache, and a step has at most as many sequences
 CHUNK = 2048
 
 
 class Layer:
-    """A layer's weights, and the states of enough slots to leave the L2 cache."""
+    """A layer's weights, and the states of the slots."""
 
     def __init__(self, ctx: Any, heads: int, dtype: str) -> None:
         self.ctx, self.heads, self.dtype = ctx, heads, dtype
         self.state_bytes = heads * DIM * DIM * 4
-        self.slots = min(64, math.ceil(COLD_BYTES / self.state_bytes))
         channels = (2 * KEY_HEADS + heads) * DIM
-        slots, width = self.slots, 3 * DIM
+        slots, width = SLOTS, 3 * DIM
         self.row = channels + heads * DIM
         self.shared = {
             "num_key_heads": KEY_HEADS, "num_value_heads": heads, "key_dim": DIM,
@@ -60,25 +60,27 @@ class Layer:
         }  # fmt: skip
 
     def launch_of(
-        self, slot: int, parents: list[int] | None, count: int, length: int, accepted: int
+        self, slots: list[int], parents: list[int] | None, count: int, length: int, accepted: int
     ) -> Any:
-        """A function that runs `count` tokens of a slot of `length` tokens.
+        """A function that runs `count` tokens of each slot; the slots have `length` tokens.
 
         `parents`: as nodes of a decode step. `accepted`: tokens of the step before.
         """
-        ctx = self.ctx
+        ctx, seqs = self.ctx, len(slots)
+        total = seqs * count
         tokens = ops.StepTokens(
-            num_tokens=count, num_seqs=1, max_seq_tokens=count, max_kv=CHUNK,
-            positions=put(ctx, range(count)), token_seqs=put(ctx, [0] * count),
-            seq_slots=put(ctx, [slot]), seq_token_begin=put(ctx, [0, count]),
-            slot_lengths=put(ctx, [length] * self.slots), page_table=put(ctx, [[0]] * self.slots),
-            token_parents=None if parents is None else put(ctx, parents),
+            num_tokens=total, num_seqs=seqs, max_seq_tokens=count, max_kv=CHUNK,
+            positions=put(ctx, [*range(count)] * seqs),
+            token_seqs=put(ctx, np.repeat(range(seqs), count)),
+            seq_slots=put(ctx, slots), seq_token_begin=put(ctx, range(0, total + 1, count)),
+            slot_lengths=put(ctx, [length] * SLOTS), page_table=put(ctx, [[0]] * SLOTS),
+            token_parents=None if parents is None else put(ctx, parents * seqs),
         )  # fmt: skip
-        qkvz = normal(ctx, [count, self.row], self.dtype)
-        ba = normal(ctx, [count, 2 * self.heads], self.dtype)
-        out = ops.Array(ctx, [count, self.heads * DIM], self.dtype)
-        paths = put(ctx, [[*range(accepted)] or [-1]] * self.slots)
-        counts = put(ctx, [accepted] * self.slots)
+        qkvz = normal(ctx, [total, self.row], self.dtype)
+        ba = normal(ctx, [total, 2 * self.heads], self.dtype)
+        out = ops.Array(ctx, [total, self.heads * DIM], self.dtype)
+        paths = put(ctx, [[*range(accepted)] or [-1]] * SLOTS)
+        counts = put(ctx, [accepted] * SLOTS)
 
         def run() -> None:
             ops.gated_delta_net(
@@ -88,13 +90,14 @@ class Layer:
 
         return run
 
-    def time(self, parents: list[int] | None, count: int, accepted: int) -> float:
-        """Microseconds of a launch."""
-        slots = range(1 if count >= CHUNK else self.slots)
-        launches = [self.launch_of(slot, parents, count, accepted, accepted) for slot in slots]
+    def time(self, parents: list[int] | None, count: int, accepted: int, seqs: int = 1) -> float:
+        """Microseconds of a launch of `seqs` sequences."""
+        ends = range(seqs, 2 if count >= CHUNK else SLOTS + 1, seqs)
+        slots = [[*range(end - seqs, end)] for end in ends]
+        launches = [self.launch_of(each, parents, count, accepted, accepted) for each in slots]
         # A step adds the accepted tokens to S once. A token of a prompt that ends at length 0 makes
         # them unknown to S again; its time is subtracted.
-        resets = [self.launch_of(slot, None, 1, -1, 0) for slot in slots] if accepted else []
+        resets = [self.launch_of(each, None, 1, -1, 0) for each in slots] if accepted else []
 
         def microseconds_of(bodies: list[Any]) -> float:
             def body() -> None:
@@ -131,17 +134,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--heads", default="32,48", help="value heads of a layer")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--sequences", default="8,32,64", help="of plain steps; at most 64")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
     ctx, bandwidth = open_device(args.dtype)
     for heads in map(int, args.heads.split(",")):
         layer = Layer(ctx, heads, args.dtype)
-        for case, parents, count, accepted in CASES:
-            time = layer.time(parents, count, accepted)
-            moved = layer.state_bytes * (2 if parents is None or accepted else 1)
+        steps = [("step", [-1], 1, 1, seqs) for seqs in map(int, args.sequences.split(","))]
+        for case, parents, count, accepted, seqs in [*((*each, 1) for each in CASES), *steps]:
+            time = layer.time(parents, count, accepted, seqs)
+            moved = seqs * layer.state_bytes * (2 if parents is None or accepted else 1)
             floor = moved / bandwidth / 1e3
             line: dict[str, Any] = {
-                "heads": heads, "case": case, "tokens": count, "accepted": accepted, "us": time,
+                "heads": heads, "case": case, "sequences": seqs, "tokens": count,
+                "accepted": accepted, "us": time,
             }  # fmt: skip
             if case == "prompt":
                 line["us_a_token"] = time / count
@@ -151,7 +157,7 @@ def main() -> None:
                 print(json.dumps(line))
                 continue
             share = f"{time / count:.3f} us a token" if case == "prompt" else f"{floor / time:.0%}"
-            tokens = f"{count:5} tokens, {accepted} accepted"
+            tokens = f"{seqs:3} x {count:4} tokens, {accepted} accepted"
             print(f"{heads} heads  {case:6} {tokens}  {time:9.2f} us  {share}")
 
 

@@ -268,6 +268,48 @@ def test_wide_and_deep_trees(device: str, size: Any, shape: str) -> None:
     assert np.array_equal(layer.run([1], [[7]])[0][0], plain[-1])
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "size"),
+    [
+        ("cpu", "float32", SIZES[1]),
+        ("cpu", "bfloat16", SIZES[1]),
+        # More than 66 heads in all: a plain step on an H100 does not use clusters.
+        pytest.param("cuda", "float16", (2, 40, 128, 128), marks=GPU),
+        pytest.param("cuda", "bfloat16", (2, 40, 128, 128), marks=GPU),
+    ],
+)
+def test_steps_of_many_sequences_change_no_bit(device: str, dtype: str, size: Any) -> None:
+    """Plain steps of four sequences, some after an abandoned step or after a tree."""
+    layer, slots = Layer(device, dtype, size), [0, 1, 2, 3]
+    sequences = [[*range(length)] for length in (5, 1, 9, 2)]
+    begins = [len(tokens) for tokens in sequences]
+    outputs: list[list[Floats]] = [[] for _ in slots]
+    layer.prefill(slots, sequences)
+
+    def step(first: int, parents: list[int], path: list[int]) -> None:
+        """Node j of slot s is token first + 5 s + j; the path is accepted."""
+        nodes = [[first + 5 * slot + node for node in range(len(parents))] for slot in slots]
+        found = layer.run(slots, nodes, [parents for _ in slots])
+        for slot in slots:
+            outputs[slot] += [*found[slot][path]]
+            layer.accept(slot, path)
+            sequences[slot] += [nodes[slot][node] for node in path]
+
+    for first in (20, 30, 40):
+        step(first, [-1], [0])
+    layer.run(slots, [[7], [8], [9], [10]])  # abandoned: it must leave no trace
+    step(50, [-1], [0])
+    step(60, [-1, 0, 0, 2], [0, 2, 3])
+    step(80, [-1], [0])
+    step(90, [-1], [0])
+    chunks = [[3], [4, 5], [6], [7, 8, 9]]
+    for slot, found in zip(slots, layer.prefill(slots, chunks)):
+        outputs[slot] += [*found]
+        tokens = sequences[slot] + chunks[slot]
+        plain = sequential(Layer(device, dtype, size), slot, tokens, begins[slot])
+        assert np.array_equal(outputs[slot], plain[begins[slot] :]), f"slot {slot}"
+
+
 @on_devices
 def test_fused_projections(device: str) -> None:
     size, dtype = SIZES[3], "bfloat16"
