@@ -90,18 +90,9 @@ def help_text() -> str:
 
 
 def _show(text: str) -> int:
-    from cpmcu.errors import check_stdout, reader_left, sentence
+    from cpmcu.errors import show_text
 
-    try:
-        check_stdout()
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        reader_left()
-    except OSError as error:
-        sys.stderr.write(f"cpmcu: {sentence(error)}\n")
-        return 1
-    return 0
+    return show_text(text, "cpmcu")
 
 
 def _run(verb: str, arguments: list[str]) -> int:

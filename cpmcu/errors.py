@@ -67,6 +67,24 @@ def check_stdout() -> None:
         raise OSError("stdout is closed, but the output goes there")
 
 
+def show_text(text: str, prog: str) -> int:
+    """Writes `text` to stdout, for example a help text, and returns the exit status.
+
+    For an error, `prog` writes a sentence to stderr and the status is 1.
+    """
+    try:
+        check_stdout()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_left()
+    except OSError as error:
+        if sys.stderr is not None:
+            sys.stderr.write(f"{prog}: {sentence(error)}\n")
+        return 1
+    return 0
+
+
 def reader_left() -> None:
     """Redirects stdout to the null device after its reader (`head`, for example) has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cpmcu import __version__
 from cpmcu.checks import shown
+from cpmcu.errors import show_text
 from cpmcu.flags.help import Briefs, flag_text, short_help
 
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
@@ -97,6 +98,13 @@ class FlagParser(argparse.ArgumentParser):
         """The text of `--help-all`."""
         self.usage = self.one_line_usage()
         return super().format_help()
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes a message. If stdout cannot take a help text, exits with a sentence."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+        elif status := show_text(message, self.prog):
+            self.exit(status)
 
     def named(self, message: str) -> str:
         """`message` with field names replaced by the flags as typed.
@@ -226,8 +234,7 @@ class _HelpAll(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser._print_message(parser.format_full_help(), sys.stdout)
-        parser.exit()
+        parser.exit(show_text(parser.format_full_help(), parser.prog))
 
 
 def add_flags(

@@ -119,6 +119,29 @@ def test_closed_streams(arguments, status, error):
     assert (result.returncode, result.stderr) == (status, error)
 
 
+@pytest.mark.parametrize(
+    ("prog", "flag"),
+    [
+        ("cpmcu", "--help-all"),
+        ("cpmcu run", "--help-all"),
+        ("cpmcu run", "--help"),
+        ("cpmcu run", "--version"),
+        ("cpmcu convert", "--help"),
+    ],
+)
+def test_a_help_text_that_cannot_be_written(prog, flag):
+    """The program says so and ends with status 1."""
+    command = f"{sys.executable} -m {prog} {flag} >/dev/full"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (1, f"{prog}: No space left on device\n")
+
+
+def test_the_reader_of_a_help_text_may_leave():
+    command = f"({sys.executable} -m cpmcu run --help-all; echo status $? >&2) | head -c 20"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert result.stderr == "status 0\n"
+
+
 @needs_engine
 def test_a_run_with_stderr_closed():
     command = f"{sys.executable} -m cpmcu.cli --device cpu --num-generate 5 2>&-"
