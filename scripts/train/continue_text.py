@@ -15,7 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import TextFormat, add_corpus_arguments, corpus_from_arguments, training_stream
+from corpus import (
+    TextFormat,
+    add_corpus_arguments,
+    corpus_from_arguments,
+    read_tokenizer,
+    training_stream,
+)
 from model import Target, load_pretrained
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -116,8 +122,7 @@ def load_target(args: argparse.Namespace) -> tuple[Target, Tokenizer, TextFormat
     default = "float32" if args.device == "cpu" else "bfloat16"
     dtype = getattr(torch, args.target_dtype or default)
     target = load_pretrained(args.target, args.device, dtype)
-    build = model_files(args.target).build_tokenizer
-    tokenizer = build() if build else Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = read_tokenizer(args.target)
     return target, tokenizer, TextFormat.of(tokenizer, eos_id(args.target), args.special_text)
 
 

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cpmcu.loading.index import check_file
+from cpmcu.loading.model_files import model_files
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -108,6 +111,18 @@ def read_corpus(
     if not seen:
         raise SystemExit(f"no usable text in {', '.join(map(str, folders))}")
     return [seen[digest] for digest in sorted(seen)]
+
+
+def read_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a directory in Hugging Face format or of a GGUF file."""
+    import tokenizers
+
+    build = model_files(model).build_tokenizer
+    if build is not None:
+        return build()
+    path = model / "tokenizer.json"
+    check_file(path)
+    return tokenizers.Tokenizer.from_file(str(path))
 
 
 def split(

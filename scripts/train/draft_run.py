@@ -17,6 +17,8 @@ from model import Target
 from tokenizers import Tokenizer
 from trainer import Report, TrainConfig
 
+from cpmcu.loading.index import check_file
+
 DEFAULTS = TrainConfig(
     steps=3000,
     batch_size=16,
@@ -96,6 +98,7 @@ def draft_stream(
     stream = training_stream(tokenizer, documents, args.seed, form=form)
     print(f"{len(documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True)
     for path in args.generated:
+        check_file(path)
         rows = np.load(path)
         starts = np.arange(len(rows), dtype=np.int64) * rows.shape[1]
         stream = stream + TokenStream(rows.reshape(-1).astype(np.uint32), starts)

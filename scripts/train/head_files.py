@@ -15,6 +15,7 @@ from mtp_head import Mtp
 from safetensors.torch import save_file
 
 from cpmcu.convert.output import new_directory
+from cpmcu.loading.index import read_json
 
 
 def write_head(
@@ -43,7 +44,7 @@ def write_head(
 def load_head(directory: Path | str, target: Target) -> Head | None:
     """Loads a head in float32; an EAGLE head may have 4 bits. None: no head is in the directory."""
     directory = Path(directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
     state = read_state(directory)
     modules = sum(name.endswith(".eh_proj.weight") for name in state)
     if "fc.weight" not in state and not modules:

@@ -12,13 +12,11 @@ import argparse
 from pathlib import Path
 
 from continue_text import add_target_arguments, eos_id
-from corpus import TextFormat, corpus_from_arguments
+from corpus import TextFormat, corpus_from_arguments, read_tokenizer
 from measure_acceptance import held_out_prompts
 from measure_chat import accept_length, add_draft_shape_arguments, drafting
-from tokenizers import Tokenizer
 
 from cpmcu import SamplingParams
-from cpmcu.loading.model_files import model_files
 
 
 def main() -> None:
@@ -32,8 +30,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     add_draft_shape_arguments(parser)
     args = parser.parse_args()
-    build = model_files(args.target).build_tokenizer
-    tokenizer = build() if build else Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = read_tokenizer(args.target)
     form = TextFormat.of(tokenizer, eos_id(args.target), args.special_text)
     _, documents = corpus_from_arguments(args)
     prompts = held_out_prompts(

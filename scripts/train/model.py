@@ -12,7 +12,6 @@ Shapes: B sequences, T tokens, H hidden, D head_dim, V vocabulary, L layers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from transformers import (
 from transformers.utils import logging
 
 from cpmcu.convert.rounding import dequantize_state
+from cpmcu.loading.index import read_json
 from cpmcu.loading.model_files import is_gguf, model_files
 
 FAMILIES = ("llama", "mistral", "minicpm", "qwen2", "qwen3")
@@ -204,7 +204,7 @@ def read_state(directory: Path) -> dict[str, Tensor]:
         state |= load_file(path)
     if not state:
         raise FileNotFoundError(f"{directory}: no *.safetensors file")
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
     if config.get("quantization_config"):
         state = dequantize_state(state, config["quantization_config"])
     return state

@@ -35,6 +35,7 @@ from trainer import Batches, TrainConfig, evaluate
 
 from cpmcu.convert.output import new_directory
 from cpmcu.convert.rounding import Quantized, gptq, output_error, round_to_nearest
+from cpmcu.loading.index import read_json
 
 # Matrices of a layer in forward order, grouped by common input.
 STAGES = (
@@ -205,7 +206,7 @@ def write_quantized(
     for name, matrix in done.items():
         del state[f"{name}.weight"]
         state |= {f"{name}.{suffix}": tensor for suffix, tensor in matrix.tensors().items()}
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     config["quantization_config"] = settings.to_hf()
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
     with new_directory(destination) as directory:
@@ -263,7 +264,7 @@ def main() -> None:
     args = parse_arguments()
     source = args.draft or args.target
     check_out(args, args.target, args.draft)
-    if "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
+    if "quantization_config" in read_json(source / "config.json"):
         raise SystemExit(f"{source} is already quantised, expected the original")
     torch.set_float32_matmul_precision("highest")
     target, tokenizer, form = load_target(args)

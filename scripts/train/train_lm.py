@@ -23,6 +23,7 @@ from corpus import (
     corpus_from_arguments,
     encode,
     plain_stream,
+    read_tokenizer,
     training_stream,
 )
 from directory import add_out_arguments, check_out
@@ -32,6 +33,7 @@ from tokenizers import Tokenizer
 from trainer import Report, TrainConfig, autocast, stop_on_signals, train
 
 from cpmcu.convert.output import new_directory
+from cpmcu.loading.index import check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -172,12 +174,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     check_out(args, args.tokenizer)
+    for name in TOKENIZER_FILES:
+        check_file(args.tokenizer / name)
     config = TrainConfig(**{name: getattr(args, name) for name in TrainConfig.__slots__})
     device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.seed)
 
-    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    tokenizer = read_tokenizer(args.tokenizer)
     train_documents, validation_documents = corpus_from_arguments(args)
     stream = training_stream(tokenizer, train_documents, config.seed, args.pieces_share)
     validation = plain_stream(tokenizer, validation_documents) if validation_documents else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ MODULES = (
         "mtp_head",
         "head_files",
         "continue_text",
+        "draft_run",
         "measure_acceptance",
         "train_head",
         "quantize",
@@ -106,6 +108,26 @@ def test_corpus_is_split_by_content(recipe: SimpleNamespace, tmp_path: Path) -> 
     assert sorted(document.text for document in documents) == ["x = 1\n", "y = 2\n"]
     train, validation = recipe.corpus.split(documents, validation_permille=1000)
     assert (len(train), len(validation)) == (0, 2)
+
+
+def test_a_device_is_no_input(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    """A device may have no end. /dev/null in its place has one, so a failing test ends."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to("/dev/null")
+    shutil.copyfile(SHIPPED / "model.safetensors", tmp_path / "model.safetensors")
+    args = SimpleNamespace(seed=0, generated=[Path("/dev/null")])
+    tokenizer = recipe.corpus.read_tokenizer(SHIPPED)
+    form = recipe.corpus.RECIPE_FORMAT
+    documents = [recipe.corpus.Document("a.py", "x = 1\n", "0")]
+    for read in (
+        lambda: recipe.model.read_state(tmp_path),
+        lambda: recipe.head_files.load_head(tmp_path, None),
+        lambda: recipe.quantize.write_quantized(tmp_path, tmp_path / "out", {}, None, ""),
+        lambda: recipe.corpus.read_tokenizer(tmp_path),
+        lambda: recipe.draft_run.draft_stream(args, tokenizer, documents, form),
+    ):
+        with pytest.raises(ValueError, match="is a device or pipe, expected a file"):
+            read()
 
 
 def test_streams_begin_documents_with_bos(recipe: SimpleNamespace, tokenizer) -> None:
