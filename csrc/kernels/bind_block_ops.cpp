@@ -118,16 +118,17 @@ void bind_block_ops(py::module_& m) {
           field("seq_token_begin", &Keyless::seq_token_begin), field("masks", &Keyless::masks),
           field("root_ids", &Keyless::root_ids), field("hidden_rows", &Keyless::hidden_rows),
           field("draft_lengths", &Keyless::draft_lengths));
+  using Block = BlockCandidates;
+  const Fields<Block> block = fields_of<Block>(
+      shaped("candidates", &Block::ids, 0, &Block::num_seqs, &Block::depth, &Block::topk),
+      field("logprobs", &Block::logprobs), option("id_map", &Block::id_map),
+      field("seq_slots", &Block::seq_slots), field("next_tokens", &Block::next_tokens));
   using Pairs = PairScoresParams;
-  bind_op(
-      m, "pair_scores", pair_scores, lattice_h, py::kw_only(),
-      shaped("candidates", &Pairs::candidates, 0, &Pairs::num_seqs, &Pairs::depth, &Pairs::topk),
-      field("logprobs", &Pairs::logprobs), option("id_map", &Pairs::id_map),
-      field("seq_slots", &Pairs::seq_slots), field("next_tokens", &Pairs::next_tokens),
-      field("predecessors", &Pairs::predecessors), field("successors", &Pairs::successors),
-      option("gates", &Pairs::gates), option("predecessor_gates", &Pairs::predecessor_gates),
-      option("keeps_rest", &Pairs::keeps_rest), field("tokens", &Pairs::tokens),
-      field("pairs", &Pairs::pairs));
+  bind_op(m, "pair_scores", pair_scores, lattice_h, py::kw_only(), within(&Pairs::block, block),
+          field("predecessors", &Pairs::predecessors), field("successors", &Pairs::successors),
+          option("gates", &Pairs::gates), option("predecessor_gates", &Pairs::predecessor_gates),
+          option("keeps_rest", &Pairs::keeps_rest), field("tokens", &Pairs::tokens),
+          field("pairs", &Pairs::pairs));
   using Tree = LatticeTreeParams;
   bind_op(m, "lattice_tree", lattice_tree, lattice_h, py::kw_only(),
           within(&Tree::lattice,
@@ -138,10 +139,7 @@ void bind_block_ops(py::module_& m) {
           option("off_path", &Tree::off_path), field("draft", &Tree::draft));
   using Rnn = RnnTreeParams;
   bind_op(m, "rnn_tree", rnn_tree, "csrc/kernels/tree/rnn_tree.h", py::kw_only(),
-          shaped("candidates", &Rnn::candidates, 0, &Rnn::num_seqs, &Rnn::depth, &Rnn::topk),
-          field("logprobs", &Rnn::logprobs), option("id_map", &Rnn::id_map),
-          field("seq_slots", &Rnn::seq_slots), field("next_tokens", &Rnn::next_tokens),
-          field("inputs", &Rnn::inputs), field("weight", &Rnn::weight),
+          within(&Rnn::block, block), field("inputs", &Rnn::inputs), field("weight", &Rnn::weight),
           field("predecessors", &Rnn::predecessors), field("successors", &Rnn::successors),
           field("states", &Rnn::states), field("longest", &Rnn::longest),
           option("chain", &Rnn::chain), field("draft", &Rnn::draft));

@@ -424,9 +424,9 @@ Lattice Codebooks::score(const Context& ctx, PairScoresParams params) const {
   params.tokens = tokens_;
   params.pairs = pairs_;
   pair_scores(ctx, params);
-  return {.num_seqs = params.num_seqs,
-          .depth = params.depth,
-          .topk = params.topk,
+  return {.num_seqs = params.block.num_seqs,
+          .depth = params.block.depth,
+          .topk = params.block.topk,
           .tokens = tokens_,
           .pairs = pairs_};
 }

@@ -92,12 +92,11 @@ class BlockDrafter : public Drafter {
   static bool is_chain(const DraftBatch& batch, const Draft& draft) {
     return draft.num_tokens <= batch.shape.depth;
   }
-  // The parameters of pair_scores, without those of the codebooks.
-  PairScoresParams pairs_of(const DraftBatch& batch, const Candidates& candidates) const {
+  BlockCandidates block_of(const DraftBatch& batch, const Candidates& candidates) const {
     return {.num_seqs = candidates.num_seqs,
             .depth = candidates.depth,
             .topk = candidates.topk,
-            .candidates = candidates.ids,
+            .ids = candidates.ids,
             .logprobs = candidates.logprobs,
             .id_map = own_id_map(),
             .seq_slots = batch.seq_slots,

@@ -11,14 +11,14 @@ namespace cpmcu::cpu {
 namespace {
 
 int target_id(const PairScoresParams& p, int candidate) {
-  return candidate >= 0 && p.id_map != nullptr ? p.id_map[candidate] : candidate;
+  return candidate >= 0 && p.block.id_map != nullptr ? p.block.id_map[candidate] : candidate;
 }
 
 // All pairs of the candidates of one position.
 void score_position(const PairScoresParams& p, int seq, int depth) {
-  const int k = p.topk, position = seq * p.depth + depth;
-  const int* candidates = p.candidates + position * k;
-  const CandidateLogprobs known(candidates, p.logprobs + position * k, k);
+  const int k = p.block.topk, position = seq * p.block.depth + depth;
+  const int* candidates = p.block.ids + position * k;
+  const CandidateLogprobs known(candidates, p.block.logprobs + position * k, k);
   std::vector<std::vector<float>> successors;
   for (int b = 0; b < k; ++b) {
     successors.push_back(row_of(p.successors, candidates[b]));
@@ -30,7 +30,7 @@ void score_position(const PairScoresParams& p, int seq, int depth) {
       p.gates.empty() ? std::vector<float>() : row_of(p.gates, position);
   for (int a = 0; a < (depth == 0 ? 1 : k); ++a) {
     const int parent =
-        depth == 0 ? p.next_tokens[p.seq_slots[seq]] : target_id(p, candidates[a - k]);
+        depth == 0 ? p.block.next_tokens[p.block.seq_slots[seq]] : target_id(p, candidates[a - k]);
     std::vector<float> logits(known.values.size(), kNone);
     if (parent >= 0) {
       std::vector<float> predecessor = row_of(p.predecessors, parent);
@@ -170,8 +170,8 @@ void block_rows(const Context&, const BlockRowsParams& p) {
 
 void pair_scores(const Context&, const PairScoresParams& p) {
   check_pair_scores(p);
-  for (int seq = 0; seq < p.num_seqs; ++seq) {
-    for (int depth = 0; depth < p.depth; ++depth) score_position(p, seq, depth);
+  for (int seq = 0; seq < p.block.num_seqs; ++seq) {
+    for (int depth = 0; depth < p.block.depth; ++depth) score_position(p, seq, depth);
   }
 }
 

@@ -30,7 +30,7 @@ class RnnTree {
   void build() {
     const int num_tokens = p_.draft.num_tokens;
     for (int i = 0; i < num_tokens; ++i) write(i, -1, p_.chain ? i : 0, kNone);
-    take({}, p_.next_tokens[p_.seq_slots[seq_]], std::vector<float>(rank_));
+    take({}, p_.block.next_tokens[p_.block.seq_slots[seq_]], std::vector<float>(rank_));
     for (int i = 0; i < num_tokens && !frontier_.empty(); ++i) {
       // If scores are equal, the earlier entry is taken.
       const auto best = std::ranges::max_element(frontier_, {}, &Entry::score);
@@ -53,7 +53,7 @@ class RnnTree {
  private:
   // Adds a node, computes the scores below it, and adds the best candidate there.
   void take(Node node, int token, const std::vector<float>& state) {
-    const int64_t position = int64_t{seq_} * p_.depth + node.depth;
+    const int64_t position = int64_t{seq_} * p_.block.depth + node.depth;
     const std::vector<float> z = joint(position, token, state);
     std::vector<float> output(rank_);
     node.states.resize(rank_);
@@ -62,8 +62,9 @@ class RnnTree {
       node.states[i] = gate * state[i] + (1 - gate) * std::tanh(z[rank_ + i]);
       output[i] = std::tanh(z[2 * rank_ + i]);
     }
-    const int* const candidates = p_.candidates + position * p_.topk;
-    const CandidateLogprobs known(candidates, p_.logprobs + position * p_.topk, p_.topk);
+    const int* const candidates = p_.block.ids + position * p_.block.topk;
+    const CandidateLogprobs known(candidates, p_.block.logprobs + position * p_.block.topk,
+                                  p_.block.topk);
     std::vector<float> logits;
     for (size_t b = 0; b < known.values.size(); ++b) {
       const std::vector<float> successor = row_of(p_.successors, candidates[b]);
@@ -97,7 +98,7 @@ class RnnTree {
     const Node& node = nodes_[static_cast<size_t>(parent)];
     const auto score_of = [&](int b) { return node.below[static_cast<size_t>(b)]; };
     std::optional<int> best;
-    for (int b = 0; b < p_.topk; ++b) {
+    for (int b = 0; b < p_.block.topk; ++b) {
       const float score = or_none(score_of(b));
       const bool after =
           last < 0 || score < score_of(last) || (score == score_of(last) && b > last);
@@ -108,8 +109,9 @@ class RnnTree {
   }
 
   int token_of(int depth, int candidate) const {
-    const int id = p_.candidates[(int64_t{seq_} * p_.depth + depth) * p_.topk + candidate];
-    return p_.id_map != nullptr ? p_.id_map[id] : id;
+    const int id =
+        p_.block.ids[(int64_t{seq_} * p_.block.depth + depth) * p_.block.topk + candidate];
+    return p_.block.id_map != nullptr ? p_.block.id_map[id] : id;
   }
   void write(int node, int token, int parent, float score) const {
     const int at = seq_ * p_.draft.num_tokens + node;
@@ -129,7 +131,7 @@ class RnnTree {
 
 void rnn_tree(const Context&, const RnnTreeParams& p) {
   check_rnn_tree(p);
-  for (int seq = 0; seq < p.num_seqs; ++seq) RnnTree(p, seq).build();
+  for (int seq = 0; seq < p.block.num_seqs; ++seq) RnnTree(p, seq).build();
 }
 
 }  // namespace cpmcu::cpu

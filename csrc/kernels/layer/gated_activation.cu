@@ -14,6 +14,7 @@
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/layer/clamped_swiglu.cuh"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -31,7 +32,7 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha, flo
     const float u = fmaxf(up, 0.0f);
     return u * u;
   } else {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    return silu(gate) * up;
   }
 }
 

@@ -14,6 +14,7 @@
 #include "core/reduce.cuh"
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void gated(float (&v)[8], const T* x, const T* gate) 
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float z = to_float(gates[i]);
-    v[i] = __fmul_rn(to_float(values[i]), __fdividef(z, 1.0f + __expf(-z)));
+    v[i] = __fmul_rn(to_float(values[i]), silu(z));
   }
 }
 

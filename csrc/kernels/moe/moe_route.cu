@@ -35,9 +35,8 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();
   const int token = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (token >= num_tokens) return;
-  Choice choices[1];
-  choose<kHeld>(choices, StoredLogits{logits, stride}, {token}, routing, renormalise);
-  const Choice& choice = choices[0];
+  const Choice choice =
+      choose_one<kHeld>(StoredLogits{logits, stride}, token, routing, renormalise);
   if (lane >= routing.top_k) return;
   routing.experts[token * routing.top_k + lane] = choice.expert;
   routing.weights[token * routing.top_k + lane] = choice.weight;

@@ -102,6 +102,15 @@ __device__ __forceinline__ void choose(Choice (&choices)[kTokens], const Logits&
   }
 }
 
+// Chooses for one token in one warp.
+template <int kHeld, typename Logits>
+__device__ __forceinline__ Choice choose_one(const Logits& logits, int token,
+                                             const Routing& routing, bool renormalise) {
+  Choice choices[1];
+  choose<kHeld>(choices, logits, {token}, routing, renormalise);
+  return choices[0];
+}
+
 // Chooses for one token. All kThreads threads of a CTA call it. The warp that chooses also sorts.
 template <int kHeld, int kThreads, typename Logits>
 __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise,
@@ -109,9 +118,7 @@ __device__ __forceinline__ void route_one(const Logits& logits, bool renormalise
   __shared__ int chosen[kMaxTopK];
   const int lane = threadIdx.x % 32, top_k = routing.top_k;
   if (threadIdx.x < 32) {
-    Choice choices[1];
-    choose<kHeld>(choices, logits, {0}, routing, renormalise);
-    const Choice& choice = choices[0];
+    const Choice choice = choose_one<kHeld>(logits, 0, routing, renormalise);
     int place = 0;
     for (int rank = 0; rank < top_k; ++rank) {
       place += __shfl_sync(0xffffffffu, choice.expert, rank) < choice.expert;

@@ -20,12 +20,11 @@
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/sampling/best.cuh"
+#include "kernels/tree/candidate_scores.cuh"
 #include "kernels/tree/lattice_checks.h"
 
 namespace cpmcu::cuda {
 namespace {
-
-constexpr float kNone = -INFINITY;  // the score of a candidate that is never drafted
 
 // ---- block_rows
 
@@ -55,7 +54,7 @@ constexpr int kVecs = 32;  // vectors of 8 elements in the part of a row that is
 
 // The target's id of a candidate; -1: none.
 __device__ __forceinline__ int target_id(const PairScoresParams& p, int candidate) {
-  return candidate >= 0 && p.id_map != nullptr ? p.id_map[candidate] : candidate;
+  return candidate >= 0 && p.block.id_map != nullptr ? p.block.id_map[candidate] : candidate;
 }
 
 // Grid: (D, B).
@@ -67,10 +66,10 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   __shared__ Vec16<T> right[kMaxTopk][kVecs];  // vector v of row b is at v ^ b % 8: no conflicts
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int depth = blockIdx.x, seq = blockIdx.y, k = p.topk;
+  const int depth = blockIdx.x, seq = blockIdx.y, k = p.block.topk;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int position = seq * p.depth + depth, num_parents = depth == 0 ? 1 : k;
-  const int* const candidates = p.candidates + position * k;
+  const int position = seq * p.block.depth + depth, num_parents = depth == 0 ? 1 : k;
+  const int* const candidates = p.block.ids + position * k;
 
   // Loads beyond the last row read the last row, and missing candidates read row 0. So no load
   // waits for a branch.
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   for (int i = 0; i < kHeld; ++i) {
     const int row = warp + i * kPairWarps;
     children[i] = candidates[min(row, k - 1)];
-    parents[i] = depth == 0 ? p.next_tokens[p.seq_slots[seq]]
+    parents[i] = depth == 0 ? p.block.next_tokens[p.block.seq_slots[seq]]
                             : target_id(p, candidates[min(row, k - 1) - k]);
   }
   float dots[kHeld] = {};  // dots of successor `lane` with predecessors warp + i kPairWarps
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
         const float value = to_float(lefts[i][e]);
         float factor = gates == nullptr ? 1.0f : to_float(gate[e]);
         if (predecessor_gates != nullptr) {
-          factor = 1.0f / (1.0f + expf(-factor - to_float(left_gates[i][e])));
+          factor = sigmoid(factor + to_float(left_gates[i][e]));
         }
         left[row][8 * lane + e] = value * factor;
       }
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(32 * kPairWarps)
   }
 
   const bool exists = lane < k && candidates[lane] >= 0;
-  float logprob = exists ? p.logprobs[position * k + lane] : kNone;
+  float logprob = exists ? p.block.logprobs[position * k + lane] : kNone;
   if (isnan(logprob)) logprob = kNone;
   const float mass = warp_reduce(expf(logprob), Sum{});
   const float rest = p.keeps_rest ? fmaxf(1.0f - mass, 0.0f) : 0.0f;
@@ -286,12 +285,12 @@ void pair_scores(const Context& ctx, const PairScoresParams& p) {
   if (!p.predecessor_gates.empty()) {
     check_rows("pair_scores", "predecessor_gates", p.predecessor_gates);
   }
-  if (p.num_seqs == 0) return;
+  if (p.block.num_seqs == 0) return;
   const int rank = static_cast<int>(p.predecessors.size(1));
   dispatch_half(p.predecessors.dtype(), [&](auto t) {
     using T = decltype(t);
-    launch(ctx, pair_scores_kernel<T>, dim3(p.depth, p.num_seqs), dim3(32 * kPairWarps), 0, p,
-           p.predecessors.as<const T>(), p.successors.as<const T>(),
+    launch(ctx, pair_scores_kernel<T>, dim3(p.block.depth, p.block.num_seqs), dim3(32 * kPairWarps),
+           0, p, p.predecessors.as<const T>(), p.successors.as<const T>(),
            p.gates.empty() ? nullptr : p.gates.as<const T>(),
            p.predecessor_gates.empty() ? nullptr : p.predecessor_gates.as<const T>(), rank);
   });

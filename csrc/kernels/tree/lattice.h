@@ -22,6 +22,18 @@ struct Lattice {
   const float* pairs = nullptr;   // [B, D, K (parent), K (child)], read if `scores` is null
 };
 
+// The candidates of all positions of a draft block, and the roots before the first position.
+struct BlockCandidates {
+  int num_seqs = 0;                 // B
+  int depth = 0;                    // D
+  int topk = 0;                     // K
+  const int* ids = nullptr;         // [B, D, K] ids of the draft
+  const float* logprobs = nullptr;  // [B, D, K]
+  const int* id_map = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
+  const int* seq_slots = nullptr;    // [B]
+  const int* next_tokens = nullptr;  // [slots] the roots: the parents at depth 0
+};
+
 // The rows of a draft block of B sequences: row 0 is the root, the last emitted token. Rows 1 to
 // R - 1 hold the mask token. Row j is at position lengths[slot] + j.
 struct BlockRowsParams {
@@ -55,17 +67,10 @@ REGISTER_OP(block_rows, BlockRowsParams)
 //   false       0              log p   the pairs below a parent have the probability p (DFlash2)
 //   true        max(0, 1 - p)  0       the other tokens keep their logits (DSpark)
 struct PairScoresParams {
-  int num_seqs = 0;                 // B
-  int depth = 0;                    // D
-  int topk = 0;                     // K
-  const int* candidates = nullptr;  // [B, D, K] ids of the draft
-  const float* logprobs = nullptr;  // [B, D, K]
-  const int* id_map = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
-  const int* seq_slots = nullptr;    // [B]
-  const int* next_tokens = nullptr;  // [slots] the roots: the parents at depth 0
-  Tensor predecessors{};             // [V, r] rows of target ids
-  Tensor successors{};               // [draft vocabulary, r] rows of draft ids, same dtype
-  Tensor gates{};                    // [B D, r] same dtype; empty: every gate is 1
+  BlockCandidates block;
+  Tensor predecessors{};       // [V, r] rows of target ids
+  Tensor successors{};         // [draft vocabulary, r] rows of draft ids, same dtype
+  Tensor gates{};              // [B D, r] same dtype; empty: every gate is 1
   Tensor predecessor_gates{};  // [V, r] same dtype, only together with `gates`; empty: no such term
   bool keeps_rest = false;
   int* tokens = nullptr;   // [B, D, K] out: ids of the target

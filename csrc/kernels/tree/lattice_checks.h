@@ -12,19 +12,20 @@ inline void check_block_rows(const BlockRowsParams& p) {
 }
 
 inline void check_pair_scores(const PairScoresParams& p) {
-  CHECK(p.topk >= 1 && p.topk <= kMaxTopk && p.depth >= 1 && p.depth <= kMaxDraftDepth &&
-            p.num_seqs >= 0,
+  CHECK(p.block.topk >= 1 && p.block.topk <= kMaxTopk && p.block.depth >= 1 &&
+            p.block.depth <= kMaxDraftDepth && p.block.num_seqs >= 0,
         "pair_scores: top-k {}, depth {}, {} sequences; expected top-k 1 to {} and depth 1 to {}",
-        p.topk, p.depth, p.num_seqs, kMaxTopk, kMaxDraftDepth);
+        p.block.topk, p.block.depth, p.block.num_seqs, kMaxTopk, kMaxDraftDepth);
   const int64_t rank = p.predecessors.size(1);
   CHECK(rank >= 1 && p.successors.size(1) == rank && p.successors.dtype() == p.predecessors.dtype(),
         "pair_scores: codebooks are {} {} and {} {}, expected one dtype and equally many columns",
         name_of(p.predecessors.dtype()), p.predecessors.shape_text(), name_of(p.successors.dtype()),
         p.successors.shape_text());
   CHECK(p.gates.empty() || (p.gates.dtype() == p.predecessors.dtype() && p.gates.size(1) == rank &&
-                            p.gates.size(0) == int64_t{p.num_seqs} * p.depth),
+                            p.gates.size(0) == int64_t{p.block.num_seqs} * p.block.depth),
         "pair_scores: gates are {} {}, expected {} [{}, {}]", name_of(p.gates.dtype()),
-        p.gates.shape_text(), name_of(p.predecessors.dtype()), p.num_seqs * p.depth, rank);
+        p.gates.shape_text(), name_of(p.predecessors.dtype()), p.block.num_seqs * p.block.depth,
+        rank);
   const Tensor& more = p.predecessor_gates;
   CHECK(more.empty() || (!p.gates.empty() && more.dtype() == p.predecessors.dtype() &&
                          more.size(0) == p.predecessors.size(0) && more.size(1) == rank),

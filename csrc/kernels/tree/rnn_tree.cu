@@ -73,7 +73,7 @@ __device__ void score_below(const RnnTreeParams& p, const Arrays<T>& a, const No
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = a.rank;
   float *const x = shared, *const z = x + 2 * rank, *const output = z + 3 * rank;
   float* const states = a.states + int64_t{seq} * kMaxTreeSize * rank;
-  const int position = seq * p.depth + node.depth;
+  const int position = seq * p.block.depth + node.depth;
   for (int i = threadIdx.x; i < rank; i += 32 * kWarps) {
     x[i] = node.number == 0 ? 0.0f : states[node.parent * rank + i];
     x[rank + i] = to_float(a.predecessors[int64_t{node.token} * rank + i]);
@@ -82,13 +82,13 @@ __device__ void score_below(const RnnTreeParams& p, const Arrays<T>& a, const No
   multiply(a, x, a.inputs + int64_t{position} * 3 * rank, z);
   __syncthreads();
   for (int i = threadIdx.x; i < rank; i += 32 * kWarps) {
-    const float gate = 1.0f / (1.0f + expf(-z[i]));
+    const float gate = sigmoid(z[i]);
     states[node.number * rank + i] = gate * x[i] + (1.0f - gate) * tanhf(z[rank + i]);
     output[i] = tanhf(z[2 * rank + i]);
   }
   __syncthreads();
-  if (warp < p.topk) {
-    const int candidate = p.candidates[position * p.topk + warp];
+  if (warp < p.block.topk) {
+    const int candidate = p.block.ids[position * p.block.topk + warp];
     const T* const successor = a.successors + int64_t{max(candidate, 0)} * rank;
     float dot = 0;
     for (int i = 8 * lane; i < rank; i += 8 * 32) {
@@ -101,8 +101,9 @@ __device__ void score_below(const RnnTreeParams& p, const Arrays<T>& a, const No
   }
   __syncthreads();
   if (warp > 0) return;
-  const CandidateLogit found = logit_of_lane(p.candidates + position * p.topk,
-                                             p.logprobs + position * p.topk, p.topk, scores);
+  const CandidateLogit found =
+      logit_of_lane(p.block.ids + position * p.block.topk,
+                    p.block.logprobs + position * p.block.topk, p.block.topk, scores);
   scores[lane] = found.logprob();
   __syncwarp();
 }
@@ -170,19 +171,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   Frontier frontier{.entries = entries, .keys = {}, .num_entries = 0};
   int num_taken = 0;
-  Node node{
-      .number = 0, .parent = 0, .token = p.next_tokens[p.seq_slots[seq]], .depth = 0, .score = 0};
+  Node node{.number = 0,
+            .parent = 0,
+            .token = p.block.next_tokens[p.block.seq_slots[seq]],
+            .depth = 0,
+            .score = 0};
   while (node.number >= 0) {
     score_below(p, arrays, node, seq, shared, scores[node.number]);
     if (threadIdx.x < 32) {
-      frontier.add(scores[node.number], p.topk, node.depth, node.number, node.score, nullptr);
+      frontier.add(scores[node.number], p.block.topk, node.depth, node.number, node.score, nullptr);
       Node found{.number = -1};
       while (num_taken < num_tokens && found.number < 0) {
         const int at = frontier.take();
         if (at < 0) break;
         const Entry entry = entries[at];
-        const int id = p.candidates[(seq * p.depth + entry.depth) * p.topk + entry.candidate];
-        const int token = p.id_map != nullptr ? p.id_map[id] : id;
+        const int id =
+            p.block.ids[(seq * p.block.depth + entry.depth) * p.block.topk + entry.candidate];
+        const int token = p.block.id_map != nullptr ? p.block.id_map[id] : id;
         if (threadIdx.x == 0) {
           p.draft.tokens[begin + num_taken] = token;
           p.draft.parents[begin + num_taken] = entry.parent;
@@ -190,8 +195,8 @@ __global__ void __launch_bounds__(32 * kWarps)
         }
         ++num_taken;
         if (!p.chain) {
-          frontier.add(scores[entry.parent], p.topk, entry.depth, entry.parent, entry.parent_score,
-                       &entry);
+          frontier.add(scores[entry.parent], p.block.topk, entry.depth, entry.parent,
+                       entry.parent_score, &entry);
         }
         if (entry.depth + 1 < p.longest && num_taken < num_tokens) {
           found = {num_taken, entry.parent, token, entry.depth + 1, entry.score};
@@ -213,7 +218,7 @@ void rnn_tree(const Context& ctx, const RnnTreeParams& p) {
   check_rows("rnn_tree", "predecessors", p.predecessors);
   check_rows("rnn_tree", "successors", p.successors);
   check_rows("rnn_tree", "weight", p.weight);
-  if (p.num_seqs == 0 || p.draft.num_tokens == 0) return;
+  if (p.block.num_seqs == 0 || p.draft.num_tokens == 0) return;
   const int rank = static_cast<int>(p.predecessors.size(1));
   dispatch_half(p.weight.dtype(), [&](auto t) {
     using T = decltype(t);
@@ -224,8 +229,8 @@ void rnn_tree(const Context& ctx, const RnnTreeParams& p) {
                            .states = p.states.as<float>(),
                            .rank = rank,
                            .columns = static_cast<int>(p.weight.size(1))};
-    launch(ctx, rnn_tree_kernel<T>, dim3(p.num_seqs), dim3(32 * kWarps), 6 * sizeof(float) * rank,
-           p, arrays);
+    launch(ctx, rnn_tree_kernel<T>, dim3(p.block.num_seqs), dim3(32 * kWarps),
+           6 * sizeof(float) * rank, p, arrays);
   });
 }
 

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "kernels/op.h"
-#include "kernels/tree/tree.h"
+#include "kernels/tree/lattice.h"
 
 namespace cpmcu {
 
@@ -22,14 +22,7 @@ constexpr int kMaxRnnRank = 1024;
 // The order of nodes, ties, missing candidates and chains are those of lattice_tree. The scores
 // below a node are computed when the node is taken.
 struct RnnTreeParams {
-  int num_seqs = 0;                 // B
-  int depth = 0;                    // D
-  int topk = 0;                     // K
-  const int* candidates = nullptr;  // [B, D, K] ids of the draft
-  const float* logprobs = nullptr;  // [B, D, K]
-  const int* id_map = nullptr;  // [draft vocabulary] draft id -> target id; null: the ids are equal
-  const int* seq_slots = nullptr;    // [B]
-  const int* next_tokens = nullptr;  // [slots] the roots
+  BlockCandidates block;
   Tensor inputs{};  // [B D, 3 r] float32: the part of W that multiplies h, times h, plus the bias
   Tensor weight{};  // [3 r, 2 r + H] W; its first 2 r columns are read
   Tensor predecessors{};  // [V, r] rows of target ids, dtype of W
@@ -41,13 +34,13 @@ struct RnnTreeParams {
 };
 
 inline void check_rnn_tree(const RnnTreeParams& p) {
-  CHECK(p.topk >= 1 && p.topk <= kMaxTopk && p.depth >= 1 && p.depth <= kMaxDraftDepth &&
-            p.num_seqs >= 0,
+  CHECK(p.block.topk >= 1 && p.block.topk <= kMaxTopk && p.block.depth >= 1 &&
+            p.block.depth <= kMaxDraftDepth && p.block.num_seqs >= 0,
         "rnn_tree: top-k {}, depth {}, {} sequences; expected top-k 1 to {} and depth 1 to {}",
-        p.topk, p.depth, p.num_seqs, kMaxTopk, kMaxDraftDepth);
-  CHECK(p.longest >= 1 && p.longest <= p.depth,
+        p.block.topk, p.block.depth, p.block.num_seqs, kMaxTopk, kMaxDraftDepth);
+  CHECK(p.longest >= 1 && p.longest <= p.block.depth,
         "rnn_tree: paths of {} tokens, expected 1 to {}, the positions that have candidates",
-        p.longest, p.depth);
+        p.longest, p.block.depth);
   CHECK(p.draft.num_tokens >= 0 && p.draft.num_tokens < kMaxTreeSize,
         "rnn_tree: a draft of {} tokens, expected at most {}", p.draft.num_tokens,
         kMaxTreeSize - 1);
@@ -61,14 +54,14 @@ inline void check_rnn_tree(const RnnTreeParams& p) {
   CHECK(p.weight.num_dims() == 2 && p.weight.size(0) == 3 * rank && p.weight.size(1) >= 2 * rank,
         "rnn_tree: the weight is {}, expected [{}, at least {}]", p.weight.shape_text(), 3 * rank,
         2 * rank);
-  CHECK(
-      p.inputs.dtype() == DType::kF32 && p.inputs.num_elements() == 3 * rank * p.num_seqs * p.depth,
-      "rnn_tree: inputs are {} {}, expected float32 [{}, {}]", name_of(p.inputs.dtype()),
-      p.inputs.shape_text(), p.num_seqs * p.depth, 3 * rank);
+  CHECK(p.inputs.dtype() == DType::kF32 &&
+            p.inputs.num_elements() == 3 * rank * p.block.num_seqs * p.block.depth,
+        "rnn_tree: inputs are {} {}, expected float32 [{}, {}]", name_of(p.inputs.dtype()),
+        p.inputs.shape_text(), p.block.num_seqs * p.block.depth, 3 * rank);
   CHECK(p.states.dtype() == DType::kF32 &&
-            p.states.num_elements() >= rank * p.num_seqs * kMaxTreeSize,
+            p.states.num_elements() >= rank * p.block.num_seqs * kMaxTreeSize,
         "rnn_tree: states are {} {}, expected float32 [{}, {}]", name_of(p.states.dtype()),
-        p.states.shape_text(), p.num_seqs * kMaxTreeSize, rank);
+        p.states.shape_text(), p.block.num_seqs * kMaxTreeSize, rank);
 }
 
 REGISTER_OP(rnn_tree, RnnTreeParams)

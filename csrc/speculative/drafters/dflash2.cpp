@@ -43,9 +43,7 @@ class DFlash2Drafter : public BlockDrafter {
                 const Candidates& candidates) override {
     const Tensor gates = gates_.rows(0, candidates.hidden.size(0));
     gate_->forward(ctx, Phase::kDecode, gates, candidates.hidden, 1, 0);
-    PairScoresParams params = pairs_of(batch, candidates);
-    params.gates = gates;
-    return codebooks_.score(ctx, params);
+    return codebooks_.score(ctx, {.block = block_of(batch, candidates), .gates = gates});
   }
 
  private:

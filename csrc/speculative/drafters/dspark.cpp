@@ -102,8 +102,7 @@ class DSparkDrafter : public BlockDrafter {
 
   Lattice score(const Context& ctx, const DraftBatch& batch,
                 const Candidates& candidates) override {
-    PairScoresParams params = pairs_of(batch, candidates);
-    params.keeps_rest = true;
+    PairScoresParams params{.block = block_of(batch, candidates), .keeps_rest = true};
     if (gated_) {
       params.gates = gates_.rows(0, candidates.hidden.size(0));
       params.predecessor_gates = table_;
@@ -123,14 +122,7 @@ class DSparkDrafter : public BlockDrafter {
     const Tensor inputs = inputs_.rows(0, rows);
     skinny_gemm(ctx, {.y = inputs, .x = padded_.rows(0, rows), .w = joint_});
     add_bias(ctx, {.y = inputs, .bias = bias_.view({1, 3 * rank})});
-    rnn_tree(ctx, {.num_seqs = candidates.num_seqs,
-                   .depth = candidates.depth,
-                   .topk = candidates.topk,
-                   .candidates = candidates.ids,
-                   .logprobs = candidates.logprobs,
-                   .id_map = own_id_map(),
-                   .seq_slots = batch.seq_slots,
-                   .next_tokens = batch.slots.next_tokens,
+    rnn_tree(ctx, {.block = block_of(batch, candidates),
                    .inputs = inputs,
                    .weight = joint_,
                    .predecessors = codebooks_.predecessors(),
