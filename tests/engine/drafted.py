@@ -261,6 +261,17 @@ class Drive:
         return tokens
 
 
+# (kind of draft, tree): one of each kind of drafter, for targets whose weights are the subject.
+FOUR_DRAFTS = [("eagle", "wide"), ("eagle3", "chain"), ("model", "narrow"), ("ngram", "chain")]
+
+
+def check_draft(models: Models, kind: str, family: str, tree: dict[str, Any]) -> None:
+    """Four prompts, each with another kind of sampling, have the tokens of plain decoding."""
+    drive = Drive(models.drafted(kind, family, tree))
+    for ids, fields in zip(PROMPTS[2:6], SAMPLINGS.values(), strict=True):
+        assert drive.one(ids, 40, **fields) == models.plain(family, ids, 40, **fields)
+
+
 def family_of(kind: str) -> str:
     family = "minicpm" if kind.startswith("minicpm") else "llama"
     return f"{family}_{W4_DRAFTS[kind][2]}" if kind in W4_DRAFTS else family

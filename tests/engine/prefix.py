@@ -16,6 +16,7 @@ from cpmcu.engine.request import Request
 from cpmcu.engine.runner import Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.spec_metrics import AcceptanceCounter
+from tests.engine.drafted import SAMPLINGS, Models
 from tests.engine.harness import sampling
 
 PAGE = 64
@@ -149,3 +150,16 @@ def num_free(engine: Any, group: int) -> int:
     pages = engine.pages.take(engine.pages.num_pages(group), group)
     engine.pages.drop(pages, group)
     return len(pages)
+
+
+def check_batch(
+    engine: Any, models: Models, family: str, prompts: Sequence[list[int]], count: int
+) -> None:
+    """Requests side by side, with all kinds of sampling, have the tokens of plain decoding."""
+    names = list(SAMPLINGS)
+    cases = [(ids, SAMPLINGS[names[i % len(names)]]) for i, ids in enumerate(prompts)]
+    with running(engine) as (runner, _):
+        jobs = [Job(ids, count, **fields) for ids, fields in cases]
+        runner.submit(*(job.request for job in jobs))
+        for job, (ids, fields) in zip(jobs, cases, strict=True):
+            assert job.wait() == models.plain(family, ids, count, **fields)

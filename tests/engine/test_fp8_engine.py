@@ -16,7 +16,7 @@ from cpmcu.engine.prefix.disk_tier import DiskTier
 from cpmcu.loading.loader import load_model
 from tests.engine.drafted import COUNT, PROMPTS, SAMPLINGS, SEVERAL, TREES, VOCAB, Drive, Models
 from tests.engine.harness import SMALL, make_engine, random_ids
-from tests.engine.prefix import Job, running
+from tests.engine.prefix import Job, check_batch, running
 from tests.reference.engines import extension_or_skip, prompt_logits
 from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_w4 import quantise, write_w4
@@ -75,15 +75,8 @@ def test_chunks_change_no_token(fp8_models: Models, window: int) -> None:
 def test_a_batch_changes_no_token(fp8_models: Models) -> None:
     count = 4 if SMALL else 16
     engine = fp8_models.drafted("eagle_bias", "llama", TREES["narrow"], max_num_seqs=count)
-    names = list(SAMPLINGS)
-    with running(engine) as (runner, _):
-        jobs = []
-        for i in range(count):
-            ids, name = random_ids(20 + 13 * i, VOCAB, seed=i), names[i % len(names)]
-            jobs.append((Job(ids, 40, **SAMPLINGS[name]), ids, name))
-        runner.submit(*(job.request for job, _, _ in jobs))
-        for job, ids, name in jobs:
-            assert job.wait() == fp8_models.plain("llama", ids, 40, **SAMPLINGS[name])
+    prompts = [random_ids(20 + 13 * i, VOCAB, seed=i) for i in range(count)]
+    check_batch(engine, fp8_models, "llama", prompts, 40)
 
 
 @pytest.mark.parametrize("kind", ["", "eagle_bias"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.drafted import PROMPTS, SAMPLINGS, TREES, Drive, Models
+from tests.engine.drafted import FOUR_DRAFTS, TREES, Models, check_draft
 from tests.engine.harness import DEVICES, SMALL
 from tests.engine.test_moe_w4 import tiny_moe
 from tests.engine.test_w4 import dense, logits, tolerance
@@ -51,17 +51,10 @@ def test_chunks(tmp_path: Path, device: str) -> None:
         assert np.array_equal(logits(directory, device, chunk_length=chunk_length), whole)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [("eagle", "wide"), ("eagle3", "chain"), ("model", "narrow"), ("ngram", "chain")],
-)
+@pytest.mark.parametrize(("kind", "tree"), FOUR_DRAFTS)
 def test_speculation_changes_no_token(models: Models, kind: str, tree: str) -> None:
     """Target and draft have FP8 weights."""
-    family = "llama_fp8"
-    drive = Drive(models.drafted(kind, family, TREES[tree]))
-    for i, ids in enumerate(PROMPTS[2:6]):
-        fields = list(SAMPLINGS.values())[i]
-        assert drive.one(ids, 40, **fields) == models.plain(family, ids, 40, **fields)
+    check_draft(models, kind, "llama_fp8", TREES[tree])
 
 
 def test_a_weight_without_its_scale(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cpmcu.models.common import BuildOptions
 from cpmcu.sparse_options import SparseOptions
 from tests.engine.drafted import SAMPLINGS, TREES, VOCAB, Drive, Models
 from tests.engine.harness import SMALL, random_ids
-from tests.engine.prefix import Job, running
+from tests.engine.prefix import check_batch
 from tests.engine.sparse import FAMILY, check_prefix_hits, family_of
 from tests.engine.sparse import sparse_models as make_sparse_models
 from tests.engine.test_fp8_engine import Fp8Models
@@ -67,15 +67,8 @@ def test_chunks_change_no_bit(models: Models) -> None:
 def test_a_batch_changes_no_token(models: Models) -> None:
     count = 4 if SMALL else 8
     engine = models.drafted("minicpm_eagle", FAMILY, TREES["narrow"], max_num_seqs=count)
-    names = list(SAMPLINGS)
-    with running(engine) as (runner, _):
-        jobs = []
-        for i in range(count):
-            ids, name = random_ids(60 + 50 * i, VOCAB, seed=i), names[i % len(names)]
-            jobs.append((Job(ids, 30, **SAMPLINGS[name]), ids, name))
-        runner.submit(*(job.request for job, _, _ in jobs))
-        for job, ids, name in jobs:
-            assert job.wait() == models.plain(FAMILY, ids, 30, **SAMPLINGS[name])
+    prompts = [random_ids(60 + 50 * i, VOCAB, seed=i) for i in range(count)]
+    check_batch(engine, models, FAMILY, prompts, 30)
 
 
 @pytest.mark.parametrize("kind", ["", "minicpm_eagle"])

@@ -13,7 +13,7 @@ from tests.unit.recipe import import_recipe
 
 
 def test_windows_hold_every_token_but_the_last_part() -> None:
-    with import_recipe(("directory", "chat_text")) as recipe:
+    with import_recipe() as recipe:
         rows = recipe.chat_text.windows([[1, 2, 3], [4], [5, 6, 7, 8]], 3)
         assert rows.tolist() == [[1, 2, 3], [4, 5, 6]] and rows.dtype == np.int32
 
@@ -27,7 +27,7 @@ def test_the_shipped_model_writes_conversations(
     flags = "--conversations 12 --held-out 2 --second-turn 0.5 --answer-tokens 24 --length 16"
     arguments = ["chat_text.py", "--target", str(target), "--out", str(out), *flags.split()]
     monkeypatch.setattr(sys, "argv", [*arguments, "--message-tokens", "200"])
-    with import_recipe(("directory", "chat_text")) as recipe:
+    with import_recipe() as recipe:
         recipe.chat_text.main()
     rows = np.load(out / "tokens.npy")
     assert rows.shape[0] > 1 and rows.shape[1] == 16

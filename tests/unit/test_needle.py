@@ -15,16 +15,12 @@ from tests.reference import sparse as reference
 from tests.reference.engines import extension_or_skip
 from tests.unit.recipe import import_recipe
 
-MODULES = (
-    *("directory", "corpus", "model", "sparse", "trainer", "train_tokenizer", "train_lm"),
-    "train_needle",
-)
 NEVER = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         yield modules
 
 

@@ -16,28 +16,13 @@ from tests.unit.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ROOT / "cpmcu" / "assets"
-MODULES = (
-    "directory",
-    "corpus",
-    "model",
-    "trainer",
-    "drafts",
-    "block_head",
-    "mtp_head",
-    "head_files",
-    "continue_text",
-    "measure_acceptance",
-    "draft_run",
-    "train_head",
-    "quantize",
-)
 SHAPES = [(1, 1), (1, 8), (7, 13), (16, 128), (24, 131), (5, 300), (40, 384)]  # [N, K]
 VOCAB = 203
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         from cpmcu.convert import rounding
 
         modules.rounding = rounding

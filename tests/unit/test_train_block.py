@@ -16,10 +16,6 @@ from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.unit.drafts import engine_names, opened, spec_of
 from tests.unit.recipe import import_recipe
 
-MODULES = (
-    *("directory", "corpus", "model", "trainer", "drafts", "block_head", "mtp_head", "head_files"),
-    *("continue_text", "measure_acceptance", "draft_run", "train_block"),
-)
 VOCAB, HIDDEN, TOKENS, RANK, LAYERS = 203, 64, 4, 8, 2
 CANDIDATES = 32  # tokens of a row that the engine gives the bigram
 KINDS = ["dspark", "dflash", "jetspec"]
@@ -28,7 +24,7 @@ CASES = [("minicpm", "dspark"), ("qwen3", "jetspec"), ("llama", "dflash"), ("qwe
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         yield modules
 
 

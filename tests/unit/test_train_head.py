@@ -18,27 +18,13 @@ from tests.unit.recipe import import_recipe
 ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ROOT / "cpmcu" / "assets"
 TARGET = ASSETS / "tiny-python-minicpm"
-MODULES = (
-    "directory",
-    "corpus",
-    "model",
-    "trainer",
-    "drafts",
-    "block_head",
-    "mtp_head",
-    "head_files",
-    "continue_text",
-    "measure_acceptance",
-    "draft_run",
-    "train_head",
-)
 VOCAB, HIDDEN, INNER, DRAFT_VOCAB = 203, 64, 96, 50
 KINDS = [("minicpm", "eagle2"), ("minicpm", "eagle3"), ("llama", "eagle2"), ("qwen3", "eagle3")]
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         yield modules
 
 

@@ -16,17 +16,13 @@ from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.unit.drafts import opened, spec_of
 from tests.unit.recipe import import_recipe
 
-MODULES = (
-    *("directory", "corpus", "model", "trainer", "drafts", "block_head", "mtp_head"),
-    *("head_files", "continue_text", "measure_acceptance", "draft_run", "train_head"),
-)
 VOCAB, HIDDEN, INNER, LAYERS = 203, 64, 40, 4
 NAMES = {"eh_proj": "fc", "enorm": "input_norm1", "hnorm": "input_norm2", "shared_head": ""}
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         yield modules
 
 

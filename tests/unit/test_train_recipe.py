@@ -16,19 +16,6 @@ from tests.unit.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
-MODULES = (
-    *("directory", "corpus", "model", "trainer", "train_tokenizer", "train_lm"),
-    *(
-        "drafts",
-        "mtp_head",
-        "head_files",
-        "continue_text",
-        "draft_run",
-        "measure_acceptance",
-        "train_head",
-        "quantize",
-    ),
-)
 
 NASTY_TEXTS = [
     "def f(n):\n    if n:\n        return [1, 2][n]\n\n\n\n# end\n",
@@ -52,7 +39,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    with import_recipe(MODULES) as modules:
+    with import_recipe() as modules:
         yield modules
 
 
