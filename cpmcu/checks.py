@@ -62,7 +62,7 @@ def is_installed(module: str) -> bool:
     """Can this module be imported? It is not imported, which would take long."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # of the package that holds it; of a module that is blocked
+    except (ImportError, ValueError):  # its package is missing; the module is blocked
         return False
 
 

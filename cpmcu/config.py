@@ -149,7 +149,7 @@ class SpeculativeConfig:
         return SpeculativeConfig(**{**core, **self.options, **values})
 
     def drafters_by_option(self) -> dict[str, bool]:
-        """Drafters that given options name. True: an option requires it; False: one refuses it."""
+        """Drafters that given options require (True) or refuse (False)."""
         return {drafter: bool(self.options[name]) for name, drafter in self.naming()}
 
     def naming(self) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Limits. `diff`: of calc_diff. `max_abs`: of the error over the largest reference value."""
+    """Limits: `diff` of calc_diff, `max_abs` of the error over the largest reference value."""
 
     diff: float
     max_abs: float

@@ -125,8 +125,8 @@ def request_lines(path: Path) -> Lines:
     """Returns a function that reads the lines that are not blank.
 
     Lines of a pipe, which can be read once only, are held in memory. Raises OSError for a file that
-    cannot be read. Raises ValueError for a pipe that needs more than _MOST_HELD bytes, and, also
-    while the lines are read, for a line of more than MOST_BYTES.
+    cannot be read, and ValueError for a pipe that needs more than _MOST_HELD bytes. While the lines
+    are read, too, a line of more than MOST_BYTES raises ValueError.
     """
     if path.is_file():
         with open(path, "rb"):

@@ -37,7 +37,7 @@ PromptIds = Callable[[str], list[int]]  # token ids of a prompt's text
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """A submitted request. `error`: why it failed. `response`: of a request in OpenAI's form."""
+    """A submitted request. `error`: why it failed. `response`: None outside OpenAI's form."""
 
     number: int  # number of the request's line
     id: Id

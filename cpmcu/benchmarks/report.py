@@ -21,9 +21,10 @@ PORTABLE = "portable kernels (cp.async, mma.sync)"
 
 
 def code_path(capability: int, code_capability: int, archs: Sequence[str]) -> str:
-    """The kernels that a GPU runs. `archs`: of this build; `code_capability`: of the code it runs.
+    """Names the kernels that a GPU runs. `archs`: what this build is compiled for.
 
-    A build without sm_90a runs portable kernels on Hopper, too.
+    `code_capability`: compute capability of the code that the GPU runs. A build without sm_90a runs
+    portable kernels on Hopper, too.
     """
     if capability == 90 and "90a" in archs:
         return HOPPER

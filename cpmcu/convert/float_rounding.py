@@ -68,7 +68,7 @@ def round_floats(weight: Tensor, form: str, largest: float) -> FloatQuantized:
 
 
 def _power(peaks: Tensor) -> Tensor:
-    """The exponent plus 127 of the number's power of two; one more from 1.75 times it on."""
+    """The number's exponent plus 127; from 1.75 times its power of two on, one more."""
     return (peaks.view(torch.int32) + (1 << 21)) >> 23
 
 

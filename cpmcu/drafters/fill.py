@@ -47,7 +47,7 @@ class Fill:
 
 
 def _limited(plan: DraftPlan, whole: TreeShape, steps: int) -> DraftPlan:
-    """The plan of a part whose paths have at most `steps` tokens of a draft of shape `whole`."""
+    """The plan of a part. Its paths have at most `steps` tokens. `whole`: shape of the draft."""
     depth = min(steps, plan.longest or steps, whole.depth)
     size = min(whole.tree_size, 1 + num_candidates(whole.topk, depth))
     topk = {"topk": whole.topk} if "topk" in plan.options else {}

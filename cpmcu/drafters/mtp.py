@@ -66,7 +66,7 @@ class Mtp:
     only_by_name = True  # a whole model with such a head is a draft model, too
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
-        """Also matches a config that states Qwen's head without tensors, which `plan` refuses."""
+        """Matches a config of Qwen's head without tensors, too; `plan` refuses it."""
         if any(name.startswith(PREFIX) for name in tensors) or bool(config.get(_NUM_LAYERS)):
             return True
         return find_layout(config, tensors) is not None

@@ -90,7 +90,7 @@ class NemotronLayout(Layout):
     """Two layers of the files are a module."""
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """As Layout.split; the name within the module is that of a decoder layer."""
+        """Splits like Layout.split. The name within the module is that of a decoder layer."""
         found = self.prefix.match(name)
         if found is None:
             return None
@@ -139,7 +139,7 @@ NEMOTRON = NemotronLayout(
 
 
 def find_layout(config: Mapping[str, object], tensors: Tensors) -> Layout | None:
-    """The layout of the modules in these files; None: they have none of a layout of this file."""
+    """The layout of the MTP modules in these files; None: no layout that this module knows."""
     if any(MIMO.split(name) for name in tensors):
         return MIMO
     if any(NEMOTRON.split(name) and ".mixer." in name for name in tensors):

@@ -115,7 +115,7 @@ class ShapeChooser:
         if plan is None or not emitted:
             return
         mean = sum(emitted) / len(emitted)
-        if plan.num_seqs != num_seqs:  # the plan is for another number
+        if plan.num_seqs != num_seqs:  # the plan is for another number of sequences
             lost = seconds / (self._times.plain(num_seqs) or seconds) - mean
             self._budget -= max(0.0, min(lost, 2 * MOST_BUDGET))
             return

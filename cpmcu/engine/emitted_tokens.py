@@ -94,7 +94,7 @@ class EmittedTokens:
     ) -> list[float]:
         """The rate of each level.
 
-        The prior of a tree's level: one of `tries` tokens is accepted, each at the chain's rate.
+        The estimate of a tree's level begins so: each of `tries` tokens has the chain's rate.
         """
         rates = []
         above = pooled

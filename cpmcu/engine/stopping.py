@@ -103,7 +103,7 @@ class StopTokens:
         return token in self._ids
 
     def check(self, token: int, num_tokens: int) -> Finish | None:
-        """Why the output ends after `token`, or None. `num_tokens`: of the output, with `token`."""
+        """Tells why the output ends after `token`, or None. `num_tokens` counts `token`, too."""
         if token in self._stops:
             return Finish("stop", token)
         if token in self._eos:

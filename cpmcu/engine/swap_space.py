@@ -30,7 +30,7 @@ class SwapSpace:
     """Pages of swapped sequences. Used by the engine thread only."""
 
     def __init__(self, engine: C.Engine, hosts: Sequence[HostTier]) -> None:
-        """`hosts`: for the pages of each group. If all limits are 0, nothing is swapped."""
+        """Each group has one of `hosts` for its pages. If all limits are 0, nothing is swapped."""
         self._engine = engine
         self._hosts = hosts
 

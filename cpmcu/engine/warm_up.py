@@ -77,7 +77,7 @@ def _run(
     chooser: ShapeChooser | None,
     end: float,
 ) -> bool:
-    """As the engine thread does: up to `launch_ahead` steps are in flight.
+    """Runs steps as the engine thread does: up to `launch_ahead` are in flight.
 
     Returns whether all steps ran.
     """

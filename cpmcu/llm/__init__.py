@@ -82,7 +82,7 @@ class LLM:
             )
         from cpmcu.loading import exiting
 
-        with exiting.waited_for():  # importing is inside the extension, too
+        with exiting.waited_for():  # importing runs the extension's code, too
             from cpmcu import C  # the extension: only needed from here on
             from cpmcu.loading.loader import load_model
             from cpmcu.loading.page_cache import make_page_cache
@@ -226,8 +226,8 @@ class LLM:
         """Token ids of a text prompt, special tokens included. Token ids are returned unchanged.
 
         Raises ValueError if `prompt` is neither a text nor a list of token ids. Raises
-        PromptTooLongError if a long text has more than `max_length` tokens. Mostly its number of
-        characters tells.
+        PromptTooLongError if a long text has more than `max_length` tokens. In most cases, its
+        number of characters is enough to know.
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, max_length=max_length)
@@ -282,8 +282,8 @@ class LLM:
         """Checks a prompt and makes one Request per choice, ready for `submit`.
 
         `params` must be resolved. Special tokens in `keep_special_tokens` stay in the text.
-        `is_streamed` False: the time between tokens does not matter, only that of the whole. Raises
-        ValueError for a prompt that is empty or too long and for an unusable grammar. Raises
+        `is_streamed` False: only the time of the whole answer matters, not that between tokens.
+        Raises ValueError for a prompt that is empty or too long and for an unusable grammar. Raises
         ImportError if the grammar needs a missing package.
         """
         if not prompt:

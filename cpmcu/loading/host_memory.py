@@ -1,4 +1,4 @@
-"""How much host memory the prefix cache and preempted sequences may take."""
+"""Limits the host memory of the prefix cache and of preempted sequences."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _NOT_OF_THE_TEXT = (
 
 
 def text_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Llama's names of the language model; not the vision tower and its projector."""
+    """Returns Llama's names of a language model's tensor; none for the vision tower's tensors."""
     if name.startswith(_NOT_OF_THE_TEXT):
         return ()
     for prefix, llama in _TEXT_PREFIXES.items():

@@ -37,7 +37,7 @@ _TEXT = ("model.language_model.", "lm_head.")
 
 
 def muse_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Returns Llama's names for the language model. The tower and its adapter have no names."""
+    """Returns Llama's names of a language model's tensor; none for the vision tower's tensors."""
     if not name.startswith(_TEXT):
         return ()
     name = name.replace("model.language_model.", "model.", 1)

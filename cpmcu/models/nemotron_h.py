@@ -69,7 +69,7 @@ _NAMES = {
 
 
 def nemotron_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Llama's names, by the kind of the layer; not the MTP head (drafters/mtp_layouts.py)."""
+    """Returns a tensor's names in Llama; none for the MTP head (drafters/mtp_layouts.py)."""
     if name.startswith("mtp."):
         return ()
     for own, engine in _NAMES.items():

@@ -36,7 +36,7 @@ _NOT_OF_THE_TARGET = ("mtp.", "model.visual.", "visual.")
 
 
 def hybrid_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Llama's names, `model.language_model.` as `model.`; not the MTP head and the vision tower."""
+    """Returns a tensor's names in Llama; none for the MTP head and the vision tower."""
     if name.startswith(_NOT_OF_THE_TARGET):
         return ()
     return expert_names(name.replace("model.language_model.", "model.", 1), fields)

@@ -1,7 +1,7 @@
 """The quantised tensors of a GGUF file that stay as they are (cpmcu/loading/gguf/blocks.py).
 
-They have names, dtypes and shapes of other formats, so the parts are those of these formats. Their
-numbers are exact.
+The loader gives them names, dtypes and shapes of other formats, and their numbers stay exact. So
+the parts are those of these formats.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def int8_part(
     version: int = 1,
     ignored: Mapping[str, str] | None = None,
 ) -> Part:
-    """The modules with 8-bit weights. `version`: of GPTQ's zero points (packing.pack_gptq_zeros).
+    """The modules with 8-bit weights. GPTQ's zero points have `version` (packing.pack_gptq_zeros).
 
     Raises ValueError for sizes that are not multiples of 8, and for scales that are missing or
     neither float16 nor bfloat16. Either all matrices have a single scale each, or none has. The

@@ -69,7 +69,7 @@ class Reply:
         return self.body.num_prompt_logprobs(self.service.config.most_logprobs)
 
     def usage(self, generation: Generation, tokens: int | None = None) -> UsageInfo:
-        """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
+        """Returns the token counts. `tokens`: number in the outputs (default: all generated)."""
         prompt = sum(map(len, generation.prompts))
         if tokens is None:
             tokens = generation.num_tokens

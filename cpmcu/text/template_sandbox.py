@@ -257,7 +257,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _count_steps(tree: nodes.Template) -> None:
-    """Inserts calls: of `step` in loops, `joined` for `~`, `weighed` for lists and dictionaries."""
+    """Inserts calls: `step` in loops, `joined` for `~`, `weighed` for lists and dictionaries."""
     loops: Iterable[Any] = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
     for loop in loops:
         loop.body.insert(0, nodes.ExprStmt(_call("step", [], loop.lineno), lineno=loop.lineno))

@@ -76,8 +76,8 @@ DeviceCounters device_counters();
 // Copies in the order of `stream`. If the host memory is not pinned, the call may block.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
-// `height` runs of `width` bytes, `dst_pitch` and `src_pitch` bytes apart; one side is pinned
-// memory.
+// A copy of `height` runs of `width` bytes. The runs begin `dst_pitch` and `src_pitch` bytes apart.
+// One side is pinned memory.
 struct StridedCopy {
   void* dst = nullptr;
   int64_t dst_pitch = 0;

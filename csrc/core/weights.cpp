@@ -58,8 +58,8 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                   name, what, text_of(place)));
 }
 
-// The elements of a stored tensor that its destination takes: of every `stride` elements, those in
-// `ranges`, which are `run` elements.
+// The elements of a stored tensor that its destination takes: those in `ranges` of every `stride`
+// elements. `run`: number of elements in all ranges.
 struct Runs {
   int64_t run = 0, stride;
   std::vector<WeightTable::Range> ranges;

@@ -206,7 +206,7 @@ void Ranks::load_file(const std::string& path, const std::vector<FileEntry>& ent
       throw;
     }
   };
-  run_all(load, nullptr);  // without the turn: `progress` may wait for a thread that waits for it
+  run_all(load, nullptr);  // not in turn: `progress` may wait for a thread that waits for its turn
 }
 
 void Ranks::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,

@@ -395,7 +395,7 @@ class MoeBlock : public Block {
                            .order = shape_.expert_bias ? order : nullptr});
   }
 
-  // `adds_bias`: to the results of down.
+  // `adds_bias`: the results of down get the bias.
   void multiply(const Context& ctx, const Tensor& x, bool adds_bias) const {
     const int64_t num_pairs = x.size(0) * shape_.top_k;
     const Tensor act = act_.rows(0, num_pairs), out = out_.rows(0, num_pairs);

@@ -23,14 +23,14 @@ class SparseKeys {
   // The other parameters of the block.
   static Params without_rule(const Params& params);
 
-  // `dtype`: of the queries and of the compressed keys. `phase`: when attention runs.
+  // Queries and compressed keys have `dtype`. Attention runs in `phase`.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
             const AttentionShape& shape, DType dtype, Timeline phase);
   void bind(const Arena& arena, const ModelState& state);
   void finish_loading(const Context& ctx) const;
 
   // Appends the compression of the keys of a prefill step, or of the accepted tokens of a decode
-  // step. `prefix`: of the op's name. `scales`: of an fp8 cache, or empty.
+  // step. `prefix` begins the op's name. Only an fp8 cache has `scales`.
   void append_compress(OpList& ops, const std::string& prefix, const Tensor& keys,
                        const Tensor& scales, bool accepted = false) const {
     ops.compress(prefix + "compress_keys",

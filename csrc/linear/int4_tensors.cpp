@@ -27,7 +27,7 @@ Int4Format format_of(const LinearConfig& config) {
                           config.stacked_name(), config.options.format));
 }
 
-// How many k share a scale in weight blocks; 0: all of a block.
+// The group size of scales in weight blocks; 0: a block has one group.
 int group_in_blocks(int group_size) {
   return group_size == 16 ? 16 : group_size == 32 || group_size == 64 ? 32 : 0;
 }

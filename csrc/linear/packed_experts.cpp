@@ -12,7 +12,7 @@ namespace cpmcu {
 namespace {
 
 LinearConfig unfused(LinearConfig expert) {
-  expert.options.stacked = false;  // it is for other modules; experts are never stacked
+  expert.options.stacked = false;  // the flag is for other modules: experts are never stacked
   return expert;
 }
 

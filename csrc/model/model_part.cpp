@@ -212,11 +212,11 @@ class Divider {
   const int num_ranks_;
 };
 
-// The limits of a model of which only the tensors are listed.
+// Limits for a model whose tensors are only listed.
 constexpr StepLimits kLeast{
     .max_tokens = 1, .max_decode_tokens = 1, .max_tree_size = 1, .max_kv = 1};
 
-// The tensors that `list` lists, once `plan_all` has planned their memory, which they do not get.
+// The tensors that `list` lists. `plan_all` plans their memory first, but they do not get it.
 WeightTable listed(const std::function<void(MemoryPlan&, ModelState&)>& plan_all,
                    const std::function<void(const Arena&, const ModelState&, WeightTable&)>& list) {
   const DeviceContext ctx(Device{});

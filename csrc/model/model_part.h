@@ -30,14 +30,15 @@ ModelSpec part_of(const ModelSpec& whole, int num_ranks);
 // The model of one rank without the heads of other ranks, which only norms over all heads read.
 ModelSpec without_other_heads(const ModelSpec& part);
 
-// The tensors of a model, without memory: only their shapes may be read.
+// The tensors of a model. They have no memory, so only their shapes may be read.
 WeightTable tensors_of(const ModelSpec& spec);
 
 // A draft that reads the keys of its target: each rank has its heads of the attention blocks, and
 // all of the other blocks. `scope` begins the names of the draft.
 ModelSpec with_part_of_attention(const ModelSpec& whole, int num_ranks, const std::string& scope);
 
-// As tensors_of, of the attention blocks alone, and as if each stored keys of its own.
+// The tensors of the attention blocks alone, as if each block stored its own keys. They have no
+// memory.
 WeightTable attention_tensors_of(const ModelSpec& spec, const std::string& scope);
 
 }  // namespace cpmcu

@@ -34,7 +34,7 @@ class Cutter {
     return std::get<Kind>(op(place).what);
   }
 
-  // ---- one function for each kind of op; `place`: of the op in the list
+  // ---- one function for each kind of op; the op is number `place` of the list
 
   void add(int place, const LinearOp& linear) {
     const int sum = take_sum(place, linear.y);

@@ -114,21 +114,22 @@ class Drafter {
   // ---- shapes. A step without a draft (depth 0) does not ask the drafter.
   // The largest shape: a depth of 1 to kMaxDraftDepth, 1 to kMaxTreeSize nodes.
   virtual DraftShape largest() const = 0;
-  // Whether it can draft this shape, which is within `largest`.
+  // Whether the drafter can draft this shape, which is within `largest`.
   virtual bool fits(const DraftShape&) const { return true; }
   // The shapes among which each step may choose, from small to large; the last one is `largest`.
   virtual std::vector<DraftShape> shapes() const { return {largest()}; }
   // The largest shape within `limit` that fits; of depth 0 if there is none.
   virtual DraftShape shrunk(const DraftShape& limit) const;
 
-  // How many of a sequence's last tokens `propose` reads. A step accepts up to `depth` drafted
+  // Number of a sequence's last tokens that `propose` reads. A step accepts up to `depth` drafted
   // tokens.
   virtual int num_recent(int depth) const { return depth + 1; }
-  // KV entries beyond a sequence's length that its own layers need. `depth`: of the step.
+  // Number of KV entries beyond a sequence's length that the drafter's own layers need in a step of
+  // this depth.
   virtual int lookahead(int) const { return 0; }
-  // How many of a sequence's last KV entries a later step may write again.
+  // Number of a sequence's last KV entries that a later step may write again.
   virtual int num_rewritten() const { return 1; }
-  // `states`: the cache in which it declares the paged and per-slot state of its own layers.
+  // Declares the paged and per-slot state of the drafter's own layers in `states`.
   virtual void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) = 0;
   virtual void bind(const Arena& arena) = 0;
   virtual void list_tensors(WeightTable&) {}

@@ -40,7 +40,7 @@ class HeadParts {
   static std::unique_ptr<LinearMethod> make_layer(const ModelSpec& model, const std::string& name,
                                                   int64_t in_features, int64_t out_features);
 
-  // ---- set-up. `limits`: of the head's own steps; `max_logit_rows`: of DraftHead::forward.
+  // ---- set-up. `limits` are for the head's own steps, `max_logit_rows` for DraftHead::forward.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, int max_logit_rows);
   void bind(const Arena& arena, const ModelState& state);
   void list_tensors(WeightTable& table);

@@ -1,4 +1,4 @@
-// How much one step drafts, and the shapes among which a step chooses.
+// The number of tokens that one step drafts, and the shapes among which a step chooses.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How many pages each group of layers gets of the memory that is left for them.
+// Divides the memory that is left for pages among the groups of layers.
 #pragma once
 
 #include <cstdint>

@@ -72,7 +72,7 @@ class StateCache {
   void load_slot(const Context& ctx, int slot, const char* host) const;
   void retire(uint64_t num_done);
   int num_retiring() const;  // number of retiring pages of all groups
-  // A new sequence in `slot`.
+  // Prepares `slot` for a new sequence.
   void reset(const Context& ctx, int slot) const;
 
  private:

@@ -31,12 +31,12 @@ PAGE = 64
 HEAD_DIM = 128
 LAYOUTS = [(32, 8), (32, 2)]  # query heads, KV heads
 DECODE_CELLS = [1024, 8192, 32768, 131072]
-DECODE_ROWS = [(1, False), (32, False), (32, True)]  # and whether they are a tree
+DECODE_ROWS = [(1, False), (32, False), (32, True)]  # number of rows, and whether they are a tree
 PROMPTS = [2048, 8192, 32768]
 CHUNK = 2048
 COLD_BYTES = 256 << 20  # bytes read between two reads of a cache; larger than L2
 MAX_COPIES = 64
-LAUNCHES = 32  # at least, in one graph
+LAUNCHES = 32  # the least in one graph
 
 
 def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:

@@ -32,7 +32,7 @@ PROMPT = 64  # tokens
 
 
 class Recorder(ShapeChooser):
-    """Records steps with `num_seqs` sequences. `shape`: None: as `chooser` chooses."""
+    """Records steps with `num_seqs` sequences. If `shape` is None, `chooser` chooses it."""
 
     def __init__(self, chooser: ShapeChooser, num_seqs: int, shape: Shape | None = None) -> None:
         super().__init__(chooser.shapes)

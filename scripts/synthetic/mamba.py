@@ -77,7 +77,7 @@ def _mlp(
     width: str = "intermediate_size",
     hidden: int | None = None,
 ) -> Tensors:
-    """`width` is the key of the width in the config; `hidden`: of input and output."""
+    """`width` is the key of the width in the config. Input and output have `hidden` values."""
     hidden = hidden or config["hidden_size"]
     yield matrix(f"{prefix}up_proj.weight", config[width], hidden)
     yield matrix(f"{prefix}down_proj.weight", hidden, config[width], branch)

@@ -38,7 +38,7 @@ class Source(Protocol):
     def vectors(
         self, seed: int, count: int, index: Array, columns: int, scale: float, dtype: str
     ) -> Iterator[Array]:
-        """Row i is `scale` times unit vector index[i] of the `count` vectors of this seed."""
+        """Row i is unit vector number index[i], times `scale`. The seed gives `count` vectors."""
 
     def words(self, seed: int, count: int, bits: Bits) -> Iterator[Array]:
         """Generates `count` int32 words."""

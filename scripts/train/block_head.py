@@ -109,7 +109,7 @@ class Block(Head):
         rank: int = 48,
         **shape: int,
     ) -> None:
-        """`tokens`: number that a block predicts. `rank`: of the Markov head of a dspark draft."""
+        """A block predicts `tokens` tokens. `rank` is that of the Markov head of a dspark draft."""
         super().__init__(target, **shape)
         if kind not in KINDS:
             raise ValueError(f"the kind is {kind!r}, expected one of {', '.join(KINDS)}")

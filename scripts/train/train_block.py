@@ -47,7 +47,7 @@ class BlockDistillation(nn.Module):
         position_weight: float = 0.8,
         label_temperature: float = 1.0,
     ) -> None:
-        """`anchors`: number in a window. `label_temperature`: of the distribution that is learnt.
+        """A window has `anchors` anchors. The draft learns the target at `label_temperature`.
 
         The loss of the j-th drafted token has weight position_weight^j.
         """

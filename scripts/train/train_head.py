@@ -50,9 +50,9 @@ class Distillation(nn.Module):
         feature_weight: float = 0.0,
         label_temperature: float = 1.0,
     ) -> None:
-        """Step s has weight step_weight^s. feature_weight: of smooth L1 to the hidden state.
+        """Step s has weight step_weight^s. `feature_weight`: factor of the states' smooth L1.
 
-        label_temperature: of the distribution that is learnt.
+        The head learns the target's distribution at `label_temperature`.
         """
         super().__init__()
         if feature_weight and head.kind != "eagle2":
@@ -118,7 +118,7 @@ def build_head(
     own_head: bool = True,
     **shape: int,
 ) -> Head:
-    """Creates a head for training. `modules`, `chained`: of mtp. `own_head`: of eagle3."""
+    """Creates a head for training. `modules` and `chained` are for mtp, `own_head` for eagle3."""
     if kind == "mtp":
         mtp = Mtp(target, modules, chained, **shape)
         mtp.initialise(seed)

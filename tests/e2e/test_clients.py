@@ -45,7 +45,7 @@ COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 class Line(BaseModel):
-    """From one place to another: its schema has $defs and $ref."""
+    """A line between two points: its schema has $defs and $ref."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=COMPACT)
 

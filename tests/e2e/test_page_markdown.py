@@ -130,7 +130,7 @@ def shown(page: Page, *texts: str) -> str:
 )
 def test_markdown(page, text, html):
     assert shown(page, text) == html
-    # The same if it comes letter by letter.
+    # The page shows the same if the text comes letter by letter.
     assert shown(page, *(text[:end] for end in range(1, len(text) + 1))) == html
 
 
@@ -167,7 +167,7 @@ def test_html_of_the_model_is_text(page):
         elements = set(re.findall(r"<([a-z]+)", shown(page, text)))
         assert not elements & {"script", "img", "svg", "iframe", "b", "i"}, elements
     assert page.run("return window.harm") == 0
-    # And a slip would be stopped by the browser.
+    # The browser, too, refuses to make elements of a text.
     with pytest.raises(Exception, match="TrustedHTML"):
         page.run("document.createElement('div').innerHTML = '<b>a</b>'")
 

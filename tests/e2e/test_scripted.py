@@ -186,7 +186,7 @@ def test_reasoning_before_structured_output(scripted):
 
 
 def test_hidden_reasoning_that_the_prompt_began(scripted):
-    """The grammar waits for its end, also if the client does not want to see it."""
+    """The grammar waits for the end of the reasoning, also if the client hides reasoning."""
 
     def told(**fields) -> tuple[str, str | None]:
         body = {"continue_final_message": True, "guided_regex": "[A-Z][a-z]{2}", **fields}

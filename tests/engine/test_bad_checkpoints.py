@@ -108,7 +108,7 @@ def test_a_number_beyond_the_dtype(bad: Path) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("stored", "dtype"), [*zip(DTYPES, DTYPES), ("float16", "bfloat16")])
 def test_a_number_that_is_not_finite(bad: Path, value: float, stored: str, dtype: str) -> None:
-    """With and without conversion, at any position of the tensor."""
+    """It is found with and without conversion, at any position of the tensor."""
     weights = random_weights(tiny_config("llama"))
     for name, place in (
         ("model.embed_tokens.weight", (202, 63)),

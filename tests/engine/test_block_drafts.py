@@ -341,7 +341,7 @@ def test_many_steps_in_a_used_slot(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_without_a_draft_leave_no_gap(kind: str, tmp_path: Path) -> None:
-    """Up to 16 tokens of such steps; prompts shorter than that, and longer ones."""
+    """Such steps make up to 16 tokens. Prompts are shorter than that, and longer."""
     pair = Pair(tmp_path, case_of(kind), TREE)
     for length in (1, 5, 70):
         each = pair.start(text_of(length), **SAMPLINGS["seeded"])

@@ -82,7 +82,7 @@ def test_drafts_in_bfloat16(device: str, tmp_path: Path) -> None:
 
 
 def test_sequences_of_a_batch_are_alone(tmp_path: Path) -> None:
-    """Nor is anything of fresh memory or of earlier sequences read."""
+    """A sequence reads nothing of others, of earlier sequences or of fresh memory."""
     with memory_full_of(0x7F):
         pair = Pair(tmp_path, Case("domino"), CHAIN, max_num_seqs=3)
     for _ in range(2):

@@ -36,7 +36,7 @@ def test_fused_launches_change_no_token(models: Models, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
 def test_a_draft_reads_the_hidden_states_of_fused_launches(models: Models, family: str) -> None:
-    """The steps accept as many tokens as with single launches."""
+    """With fused launches, steps accept as many tokens as with single ones."""
     ids = random_ids(70, VOCAB)
     engine = models.drafted("eagle3", family, TREES["narrow"])
     plain, cut = Drive(engine), Drive(engine)

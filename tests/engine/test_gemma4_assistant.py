@@ -194,7 +194,7 @@ def pair(directory: Path, device: str, kind: str = "dense", **keys: Any) -> tupl
 @pytest.mark.parametrize("tree", ["chain", "wide"] if SMALL else list(TREES))
 @pytest.mark.parametrize("kind", TARGETS)
 def test_the_text_is_the_same(kind: str, tree: str, tmp_path: Path, device: str) -> None:
-    """Also far beyond the window, and with steps that draft nothing in between."""
+    """A draft does not change the text, also far beyond the window and after plain steps."""
     target, draft = pair(tmp_path, device, kind)
     plain = Drive(load(target, None, device))
     shapes = iter([None, (0, 1), None, None] * 1000)

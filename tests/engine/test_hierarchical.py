@@ -102,7 +102,7 @@ def complete(draft: list[int]) -> list[int]:
     ("head", "passes", "name"), [("eagle", 3, "seeded"), ("eagle3_shared", DEPTH, "greedy")]
 )
 def test_it_drafts_what_its_model_drafts(models: Models, head: str, passes: int, name: str) -> None:
-    """With as many passes as tokens the whole chain, else as much of it as its steps accept."""
+    """With as many passes as tokens, the draft is the whole chain, else what its steps accept."""
     drafted, fields = Drafted(models, head), SAMPLINGS[name]
     config = {"max_num_seqs": len(PROMPTS)}
     engine = drafted.headed(config, num_model_steps=passes)
@@ -179,7 +179,7 @@ def test_state_is_that_of_a_prompt(models: Models) -> None:
 
 @pytest.mark.parametrize("fill", [None, "ngram"])
 def test_same_tokens(models: Models, fill: str | None) -> None:
-    """Any shapes, samplings, chunks and skipped chunks, in reused slots."""
+    """Shapes, chunks, skipped chunks and reused slots do not change the tokens."""
     rng = random.Random(0)
     engine = Drafted(models).headed(fill=fill)
     for shapes in (lambda: None, lambda: rng.choice(SHAPES)):

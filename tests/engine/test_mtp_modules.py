@@ -147,7 +147,7 @@ TREES = {
 def test_caches_after_rejections_are_those_of_a_prompt(
     layout: str, chained: bool, tree: str, tmp_path: Path
 ) -> None:
-    """Bit for bit, in a slot that another sequence used."""
+    """The bits are equal, also in a slot that another sequence used."""
     tiny, _ = write(tmp_path, layout, chained)
     with memory_full_of(0x7F):
         engine = load(tmp_path, **TREES[tree])
@@ -189,7 +189,7 @@ def test_chunks_leave_the_same_caches(
 @pytest.mark.parametrize("tree", list(TREES))
 @pytest.mark.parametrize(("layout", "chained"), KINDS)
 def test_same_tokens(layout: str, chained: bool, tree: str, tmp_path: Path, device: str) -> None:
-    """As without a draft, for samplings, chunks, and any shapes in any order."""
+    """A draft changes no token, with any sampling, chunks, and shapes in any order."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     sizes = {"hidden_size": 128, "head_dim": 64} if device == "cuda" else {}
     write(tmp_path, layout, chained, dtype=dtype, vocab_size=40, **sizes)

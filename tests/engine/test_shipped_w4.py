@@ -45,7 +45,7 @@ def loss(llm: LLM, texts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_perplexity_is_near_the_originals(device: str) -> None:
-    """At most 4 % higher, on files of this repository that neither model was trained on."""
+    """It is at most 4 % higher, on texts that neither model was trained on."""
     plain = {"no_speculation": True}
     with load(str(SHIPPED), device, speculative_config=plain) as original:
         paths = [Path(__file__).with_name(name) for name in TEXTS]

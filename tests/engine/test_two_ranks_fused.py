@@ -42,7 +42,7 @@ def launches(engine: Any) -> list[dict[str, Any]]:
 
 
 def test_a_layer_is_one_launch(models: Models) -> None:
-    """From one attention to the next. A sum after a single linear op is a launch with the norm."""
+    """It spans attention to attention. A sum after a single linear op has its own launch."""
     engine = models.engine("llama", None)
     rows = [row["ops"] for row in launches(engine) if row["layer"] == 0]
     layer = ["combine splits", "self_attn.o_proj", SUM, "post_attention_layernorm"]
@@ -94,7 +94,7 @@ def step_logprobs(engine: Any, count: int) -> np.ndarray:
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("kind", ["ngram", "eagle_bias"])
 def test_speculation(models: Models, kind: str, family: str) -> None:
-    """Trees of many rows, and launch after launch."""
+    """Drafts give trees of many rows, and launches follow each other."""
     if kind == "eagle_bias" and family != "llama":
         pytest.skip("a draft for llama")
     plain = fused(models.engine(family, None))

@@ -34,7 +34,7 @@ def test_target_match_is_the_default(models: Models, tree: str) -> None:
 
 @pytest.mark.parametrize("tree", TREE)
 def test_greedy_is_the_text_of_temperature_zero(models: Models, tree: str) -> None:
-    """With penalties and bias, the first token included, and whatever the shape of a step."""
+    """The texts are equal with penalties and bias, and with any shapes of steps."""
     shapes = iter([None, (0, 1), None, (2, 3)] * 40)
     drive = drive_of(models, tree, verify_strategy="greedy")
     exact = drive_of(models, tree)
@@ -77,7 +77,7 @@ def test_topp_is_exact_where_one_token_passes(
 
 @pytest.mark.parametrize("window", [0, 1, 16])
 def test_topp_emits_only_what_its_rules_allow(models: Models, window: int) -> None:
-    """Judged by the target alone, which scores the text: ranks, filters, log-probabilities."""
+    """The target scores the text alone and gives each token's rank and log-probability."""
 
     engine = models.drafted(
         "noisy",
@@ -101,7 +101,7 @@ def test_topp_emits_only_what_its_rules_allow(models: Models, window: int) -> No
         expected = z[token] - z.max() - np.log(np.exp(z - z.max()).sum())
         assert abs(expected - found) < (1e-3 if models.device == "cpu" else 0.1)
         p = np.exp((z - z.max()) / fields["temperature"])
-        before = p[p > p[token]].sum() / p.sum()  # of the tokens that are more likely
+        before = p[p > p[token]].sum() / p.sum()  # probability of more likely tokens
         places.append((int((p > p[token]).sum()), before < fields["top_p"] + 1e-3))
     outside = [place for place, inside in places if not inside]
     assert len({place for place, _ in places}) > 1
@@ -111,7 +111,7 @@ def test_topp_emits_only_what_its_rules_allow(models: Models, window: int) -> No
 
 
 def test_topp_keeps_to_masks(models: Models) -> None:
-    """Of both children and second candidates: only tokens of the mask are emitted."""
+    """Only tokens of the mask are emitted, both of children and of second candidates."""
     from cpmcu import C
 
     engine = models.drafted(

@@ -133,7 +133,7 @@ def test_memory_for_a_long_context(tmp_path: Path) -> None:
     context, window, chunk = 1 << 20, 100, 256
 
     def mebibytes(family: str, **config: Any) -> int:
-        """Of the KV cache: from the message that says what does not fit."""
+        """Size of the KV cache. The message tells it that says what does not fit."""
         made = write_tiny(tmp_path / family, family, max_position_embeddings=context, **config)
         with pytest.raises(MemoryError, match="the model does not fit") as caught:
             load_tiny(made.directory, max_model_len=context, chunk_length=chunk, memory_limit=1e-9)
@@ -142,7 +142,7 @@ def test_memory_for_a_long_context(tmp_path: Path) -> None:
         return int(found[1])
 
     full = mebibytes("llama", num_hidden_layers=2)
-    row = 2 * 2 * 2 * 16 * 4  # of two layers: k and v, heads, D, float32
+    row = 2 * 2 * 2 * 16 * 4  # bytes: layers, k and v, heads, D, float32
     assert full * 2**20 == row * context
     assert full <= mebibytes(FAMILY, **layers(window)) <= full + 1
 
@@ -151,7 +151,7 @@ def test_step_bytes(tmp_path: Path) -> None:
     """A decode step reads the window of a layer with one, and the whole context of others."""
     write_tiny(tmp_path, FAMILY, **layers(100))
     loaded = load_tiny(tmp_path)
-    row = 2 * 2 * 2 * 16 * 4  # of two layers: k and v, heads, D, float32
+    row = 2 * 2 * 2 * 16 * 4  # bytes: layers, k and v, heads, D, float32
     weights = step_bytes(loaded.engine, loaded.spec, 0)
     for context in (10, 100, 101, 300):
         found = step_bytes(loaded.engine, loaded.spec, context) - weights

@@ -68,7 +68,7 @@ class Cycle:
     """Runs one acceptance, and applies the reference to the host's copy of the slots."""
 
     def __init__(self, slots: Slots, seq_slots: np.ndarray, contents, rng, window=None) -> None:
-        """`window`: of top-p verification with random candidates; None: target match."""
+        """`window` is for top-p verification with random candidates; None: target match."""
         self.slots, self.seq_slots, self.contents = slots, seq_slots, contents
         self.window = window
         self.num_nodes = len(contents[0].tokens)

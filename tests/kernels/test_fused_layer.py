@@ -262,7 +262,7 @@ def test_small_groups(device: str, dtype: str, kind: str, m: int) -> None:
 @on_bits
 @pytest.mark.parametrize("m", sizes(1, 9, 61))
 def test_biases(device: str, dtype: str, bits: int, m: int) -> None:
-    """Of a GEMM with a residual and of one without, first, in the middle and last."""
+    """A GEMM with a bias is first, in the middle or last, with or without a residual."""
     shape = (200, 264, 136, 272)
     layer = Layer(shape, dtype, bits)
     rng = np.random.default_rng(m)

@@ -74,9 +74,9 @@ class Case:
         )  # fmt: skip
 
     def extend(self, emitted: list[list[int]]) -> None:
-        """As after an inner step that emitted these tokens in each sequence."""
+        """Changes the state as an inner step does that emits these tokens in each sequence."""
         ids = np.full((self.num_slots, self.max_path), 12345)
-        counts = np.full(self.num_slots, 99)  # of slots that are not in the step
+        counts = np.full(self.num_slots, 99)  # the number is for slots that are not in the step
         stops = self.stopped()
         for slot, tokens in zip(self.slots, emitted):
             ids[slot, : len(tokens)], counts[slot] = tokens, len(tokens)

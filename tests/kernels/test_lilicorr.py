@@ -151,7 +151,7 @@ def test_attention(device: str, dtype: str, lattice: Lattice, heads: int, head_d
 
 
 def test_the_sign_of_a_distance() -> None:
-    """Of a query at position 0 and one at position 1: the later one sees the bias of +1."""
+    """A query's distance to an earlier position is positive."""
     drawn = Drawn("cpu", "float32", (1, 2, 1))
     qkv = np.zeros((2, 24))
     qkv[:, 16:] = [[0.0] * 8, [1.0] * 8]

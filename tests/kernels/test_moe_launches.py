@@ -51,7 +51,7 @@ def test_router_has_the_bits_of_its_parts(
     further: int,
     width: int,
 ) -> None:
-    """As rms_norm, skinny_gemm, a sum and moe_route. The memory is ready for a second launch."""
+    """The launch equals rms_norm, skinny_gemm, a sum and moe_route. A second launch works, too."""
     rng = np.random.default_rng(width + num_tokens)
     further = 0 if has_bias else further
     ctx, rows = context(device), num_experts + further
@@ -126,7 +126,7 @@ def mxfp4_experts(device: str, num_experts: int, n: int, k: int) -> tuple[Any, d
 def test_swiglu_has_the_bits_of_its_parts(
     device: str, dtype: str, is_packed: bool, num_tokens: int, width: int, k: int
 ) -> None:
-    """The experts of gpt-oss, dense or MXFP4: as a GEMM of experts and gated_activation after it.
+    """For gpt-oss, dense or MXFP4, the launch equals a GEMM of experts, then gated_activation.
 
     The bits of a token's pairs do not depend on the other tokens.
     """

@@ -395,7 +395,7 @@ def test_quantize(
         part = slice(begin, begin + 128)
         largest = np.abs(wanted[:, part]).max(axis=1, keepdims=True)
         step = largest / levels
-        # Half a level, the error of the rounded scale at the largest value, and that of the result.
+        # The bound adds half a level, the rounding of the scale and the rounding of the result.
         rounding = {"float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
         most = step * 0.501 * (1 + scale_error) + largest * (scale_error + rounding) + 1e-6
         assert (np.abs(got[:, part] - wanted[:, part]) <= most).all()

@@ -469,7 +469,7 @@ def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
 @on_devices
 @pytest.mark.parametrize("vocab_size", VOCABS)
 def test_logprobs_of_named_tokens(device: str, vocab_size: int) -> None:
-    """In the order in which the slot names them; other slots have their likeliest ones."""
+    """They keep the order in which the slot names them. Other slots get their likeliest tokens."""
     named = np.random.default_rng(1).integers(0, vocab_size, 20).astype(np.int32)
     slots = slots_of(*({"num_logprobs": n} for n in (1, 7, 20, 5)))
     slots["names_logprobs"] = [1, 1, 1, 0]

@@ -162,7 +162,7 @@ def test_w4_sorted_gemm(
 def test_a_sorted_pair_does_not_depend_on_the_others(
     device: str, dtype: str, gated: bool, form: str
 ) -> None:
-    """In a chunk of any length, with tiles of 64 or 128 rows, at any place in a tile."""
+    """Its bits are the same in any chunk, with tiles of 64 or 128 rows, anywhere in a tile."""
     needs_sorted_gemm(device)
     num_experts, top_k, n, k = 4, 2, 272, 392
     x, dense = expert_inputs(300, num_experts, n, k, dtype)

@@ -141,7 +141,7 @@ def test_equal_scores_choose_the_lower_block(device: str, count: int) -> None:
     case = dataclasses.replace(case, dtype="float16") if device == "cuda" else case
     case.k = [np.ones_like(case.k[0])]
     found = case.blocks(device)
-    # Block 15 is the query's: the first one, two best, and the window.
+    # The query is in block 15. The list holds block 0, two best ones and the window.
     assert (np.flatnonzero(found[0, 0]) == [0, 1, 2, 14, 15]).all()
     assert (found == found[0, 0]).all()
 

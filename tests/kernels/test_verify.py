@@ -62,7 +62,7 @@ def candidates_of(
 @on_devices
 @pytest.mark.parametrize("vocab_size", [1030] if SMALL else [1, 3, 7, 1030])
 def test_candidates(device: str, vocab_size: int) -> None:
-    """Of rows with and without filters, penalties, bias and masks."""
+    """Rows have filters, penalties, bias and masks, or none."""
     few = [with_defaults({"top_k": k, "top_p": 0.99}) for k in (2, 3)]
     rows = [{**fields, "num_logprobs": i % 4 - 1} for i, fields in enumerate([*MASKED, *few])]
     slots = slots_of(*rows)

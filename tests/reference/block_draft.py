@@ -26,7 +26,7 @@ from tests.reference.rnn_markov import RnnMarkov
 
 Array = npt.NDArray[Any]
 
-OFF_PATH = float(np.log(0.6))  # without pairs: added to scores off the greedy path
+OFF_PATH = float(np.log(0.6))  # added off the greedy path if pairs have no scores
 CANDIDATES, OF_DSPARK = 16, 32  # maximum number of candidates of a position
 
 # ---- the network

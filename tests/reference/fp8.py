@@ -51,7 +51,7 @@ def dequantised(rows: npt.ArrayLike) -> F64:
 
 
 def interleaved(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The bytes of rows in a page: of 16 numbers, c and c + 8 are neighbours."""
+    """The bytes of rows in a page: columns c and c + 8 of each 16 are neighbours."""
     halves = codes.reshape(*codes.shape[:-1], -1, 2, 8)
     return np.ascontiguousarray(halves.swapaxes(-1, -2)).reshape(codes.shape)
 

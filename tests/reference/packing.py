@@ -63,7 +63,7 @@ def unpack_compressed(weight_packed: I32, k: int) -> U8:
 def pack_compressed_zeros(z: U8) -> I32:
     """z [G, N] -> weight_zero_point [ceil(N / 8), G]: nibble i of row r is n = 8 r + i.
 
-    The file's zero point is signed, stored as it is + 8 = z. Its scales are [N, G], transposed.
+    The file stores z, which is its signed zero point plus 8. Its scales are [N, G].
     """
     return np.ascontiguousarray(pack_compressed(z.T).T)
 

@@ -35,7 +35,8 @@ _CODES = {"float16": "F16", "uint16": "BF16", "int32": "I32", "int64": "I64", "b
 
 @dataclass(frozen=True, slots=True)
 class TinyGptq:
-    """`tensors`: of the file (bfloat16 as uint16); `linears`: module -> q [K, N], scales [G, N]."""
+    """The file holds `tensors` (bfloat16 as uint16). `linears`: module -> q [K, N], scales [G,
+    N]."""
 
     directory: Path
     config: dict[str, Any]

@@ -69,7 +69,7 @@ class Stage:
         tokenizer_config: dict[str, object] | None = None,
         **options: object,
     ) -> None:
-        """Prepares the result of the next load. `options`: of the engine."""
+        """Prepares the result of the next load. `options` are the engine's."""
         write_directory(self.directory, byte_level(), **(tokenizer_config or {}))
         self.loaded = {"options": {"max_model_len": 200, **options}, "config": generation_config}
 

@@ -202,7 +202,7 @@ def test_ranks_slots_and_the_context_matter(target: TinyCheckpoint, tmp_path: Pa
 def test_positions_without_embeddings_and_biases_are_alike(
     target: TinyCheckpoint, tmp_path: Path
 ) -> None:
-    """Then only the hidden states and candidates tell positions apart, in any order."""
+    """Other positions in another order give the same scores: only states and candidates count."""
     drafter, _ = lilicorr(target, tmp_path)
     own = {name.removeprefix("lilicorr."): w for name, w in drafter.weights.items()}
     head = NumpyLiLiCorr(drafter.config, own)
@@ -217,7 +217,7 @@ def test_positions_without_embeddings_and_biases_are_alike(
 
 
 def test_a_prefix_of_a_lilicorr_block(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """The first positions alone: other positions no longer change their scores."""
+    """If only the first positions are drafted, later ones do not change their scores."""
     drafter, states = lilicorr(target, tmp_path)
     whole = drafter.lattice(states, ROOT)
     drafter.drafted = 3
@@ -240,7 +240,7 @@ def test_rows_of_a_domino_head(shifted: bool, target: TinyCheckpoint, tmp_path: 
 
 
 def test_a_gru_follows_the_formula() -> None:
-    """Of one value, by hand; a kept state does not change."""
+    """A GRU of one value equals the formula. A kept state does not change."""
     ours = gru(np.array([0.5]), np.array([0.3]), *np.array([[[0.2], [0.4], [0.6]]] * 2))
     reset, keep = (1 / (1 + np.exp(-weight * 0.8)) for weight in (0.2, 0.4))
     fresh = np.tanh(0.6 * 0.5 + reset * 0.6 * 0.3)
@@ -333,7 +333,7 @@ def test_context_of_parts_is_that_of_the_whole(target: TinyCheckpoint, tmp_path:
 
 @pytest.mark.parametrize("off_path", [0.0, -1.2])
 def test_a_tree_holds_the_best_paths(off_path: float) -> None:
-    """Of all paths, in random lattices. No child scores above its parent, so parents are there."""
+    """It holds the best of all paths. A parent scores no less than its children."""
     rng = np.random.default_rng(0)
     for _ in range(30):
         depth, topk = int(rng.integers(1, 5)), int(rng.integers(1, 5))

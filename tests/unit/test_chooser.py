@@ -204,7 +204,7 @@ def test_close_to_the_best_fixed_shape(world: World, num_seqs: int) -> None:
 def test_close_to_the_best_shape_of_a_measured_gpu(
     tree_gain: float, rate: float, num_seqs: int
 ) -> None:
-    """Of all shapes that the engine offers, soon after a warm-up that timed each of them."""
+    """It chooses among all shapes of the engine, soon after a warm-up that timed each."""
     world = World(measured_h100, constant(rate), tree_gain)
     shapes = shapes_of(4, 8, 32)
     _, best = best_fixed(world, 2000, num_seqs=num_seqs, shapes=shapes)

@@ -80,7 +80,7 @@ def test_defaults_of_each_size(plan: Plan, name: str, gigabytes: float) -> None:
     ("name", "title"), [("llama3.1-8b", "Llama-3.1-8B"), ("qwen3.5-27b", "Qwen3.5-27B")]
 )
 def test_the_page_on_gpus_has_these_lengths(plan: Plan, name: str, title: str) -> None:
-    """The row without flags; 2 % apart at most, as a build with CUDA plans a little more."""
+    """Lengths in the row without flags differ by at most 2 %: a build with CUDA plans more."""
     page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text("utf-8")
     (row,) = re.findall(rf"^\| {title}.*? \| none \|(.*)\|$", page, re.MULTILINE)
     cells = [cell.split("(")[0].strip() for cell in row.split("|")]

@@ -8,12 +8,12 @@ from cpmcu.chat_template import ChatTemplate
 from cpmcu.serving.chat.conversation import render
 from cpmcu.serving.protocol.chat import ChatMessage
 
-# As Qwen3.5's: other roles, and a later system message, are errors.
+# Like Qwen3.5's template, it refuses other roles and a later system message.
 STRICT = """{%- for m in messages %}{%- if m.role == 'system' %}{%- if not loop.first %}
 {{- raise_exception('system must be first') }}{%- endif %}
 {%- elif m.role not in ('user', 'assistant') %}{{- raise_exception('unknown role') }}{%- endif %}
 {{- '[' + m.role + ']' + m.content }}{%- endfor %}"""
-# As Qwen2.5's: other roles are left out.
+# Like Qwen2.5's template, it leaves other roles out.
 LENIENT = """{%- for m in messages %}{%- if m.role in ('system', 'user', 'assistant') %}
 {{- '[' + m.role + ']' + m.content }}{%- endif %}{%- endfor %}"""
 ANY = "{%- for m in messages %}{{- '[' + m.role + ']' + m.content }}{%- endfor %}"

@@ -65,7 +65,7 @@ def whole(text: str, forced: str | None = None, shown: ThinkingShown = "whole") 
 
 
 def events(text: str, cuts: list[int], forced: str | None = None, *options) -> list[dict]:
-    """The events of a text that comes in pieces. `options`: of BlockWriter."""
+    """The events of a text that comes in pieces. BlockWriter takes `options`."""
     source, writer, found = parser(forced), BlockWriter(*options), []
     parts = pieces(text, cuts)
     for i, piece in enumerate(parts):
@@ -130,7 +130,7 @@ def test_hidden_thinking(shown, first, cuts):
 @pytest.mark.parametrize("cuts", [[], [1, 4]])
 @pytest.mark.parametrize("arguments", ['{"a": ', "3", '{"a": NaN}', '{"a": "\n"}'])
 def test_arguments_that_are_no_json_object(arguments, cuts):
-    """Anthropic's convention for them. So the tool refuses the input, and the model sees why."""
+    """They become INVALID_JSON, as in Anthropic's API. The tool then refuses the input."""
     blocks = [("tool_use", "add", {"INVALID_JSON": arguments})]
     assert plain(streamed(arguments, cuts, "add")) == plain(whole(arguments, "add")) == blocks
     deltas = [event.get("delta", {}) for event in events(arguments, cuts, "add", "whole", {"add"})]

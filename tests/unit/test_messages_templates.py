@@ -37,7 +37,7 @@ def prompt(family: str, body: dict, *, open_turn: bool) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_request_begins_with_the_prompt_of_the_one_before(family):
-    """So the prefix cache has all of a prompt but its newest messages."""
+    """If so, the prefix cache has all of a prompt but its newest messages."""
     body = claude_code.first_request("m", "Read a.txt, please.")
     use = {"type": "tool_use", "id": "abcdefghi", "name": "Read", "input": {"path": "a.txt"}}
     answer = [{"type": "text", "text": ""}, use]

@@ -13,7 +13,7 @@ from test_runner import Job, script
 
 from cpmcu.engine.prompt_passes import FEW_PROMPTS, FEWEST, SLOWDOWN, UNTIMED, PassTimes
 
-FIXED, TOKEN, STEP = 1.5e-3, 25e-6, 2.4e-3  # seconds: of a pass, of each of its tokens, of a step
+FIXED, TOKEN, STEP = 1.5e-3, 25e-6, 2.4e-3  # seconds of a pass, of each of its tokens, of a step
 LENGTHS = (128, 512, 256, 1024)
 
 

@@ -108,7 +108,7 @@ def test_another_page_at_the_place_is_refused(
     (line,) = warnings(caplog)
     expected = ["key is", "parent is", "holds other tokens"][part]
     assert expected in line
-    assert stored[2].hex()[:32] not in line  # a prompt is not for the log
+    assert stored[2].hex()[:32] not in line  # the log must not show prompts
 
 
 def test_a_header_may_be_spelled_in_another_way(
@@ -148,7 +148,7 @@ def test_another_fingerprint_has_another_folder(tmp_path: Path) -> None:
     assert other.num_pages == 0
     assert not read(other, 1)
     os.replace(file_of(tmp_path, 1), tmp_path / ("f" * 32) / file_of(tmp_path, 1).name)
-    assert not read(other, 1)  # a file that somebody moved
+    assert not read(other, 1)  # somebody moved the file from another folder
 
 
 def test_another_page_size_is_refused(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_disk_error_while_reading(
 
         monkeypatch.setattr(os, "preadv", preadv)
 
-    fail(errno.ENOMEM)  # says nothing about the file
+    fail(errno.ENOMEM)  # the error is not the file's
     assert not read(store, 1) and not read(store, 1)
     assert len(warnings(caplog)) == 1
     assert identity(1)[0] in store

@@ -115,7 +115,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         assert write(store, number)
     assert read(store, 1)
-    assert write(store, 2)  # is there: counts as a use
+    assert write(store, 2)  # the page is there, so this counts as a use
     assert write(store, 4)
     assert [identity(n)[0] in store for n in (1, 2, 3, 4)] == [True, True, False, True]
     assert store.num_bytes == 3 * FILE == sum(f.stat().st_size for f in (tmp_path.rglob("*.saf*")))
@@ -149,7 +149,7 @@ def test_pages_of_other_models_count_and_go_when_they_are_older(tmp_path: Path) 
     write(store, 5)
     assert read(store, 3) and read(store, 4) and read(store, 5)
     assert read(old, 1) and not read(old, 2)
-    write(store, 6)  # page 1 is older by what was seen last
+    write(store, 6)  # when last seen, page 1 was older
     assert read(store, 3) or read(store, 4)
     assert len(names(tmp_path)) + len(list((tmp_path / ("f" * 32)).iterdir())) == 4
     assert len(list((tmp_path / "notes").iterdir())) == 1
@@ -176,7 +176,7 @@ def test_ten_thousand_files_are_found_at_once(tmp_path: Path) -> None:
     (folder / f"{10_001:032x}.safetensors").mkdir()
     best = 9.0
     for _ in range(3):
-        start = time.process_time()  # other programs take no part
+        start = time.process_time()  # not the time of other programs
         store = open_store(tmp_path)
         best = min(best, time.process_time() - start)
     assert store.num_pages == 10_000

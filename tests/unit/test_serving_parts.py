@@ -291,7 +291,7 @@ def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
 
 
 def test_a_lossy_verify_strategy_is_named():
-    """In the header of every response and in the metrics."""
+    """The header of every response and the metrics name it."""
     info = "spec_decode_verify_strategy_info{"
 
     async def run(**fields: str) -> tuple[str | None, str]:

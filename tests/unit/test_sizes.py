@@ -23,7 +23,7 @@ NO_CODE = re.compile(
     r"|\"(?:\\.|[^\"\\\n])*\"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",
     re.DOTALL | re.MULTILINE,
 )
-# Before a declaration, and no part of it.
+# What may stand before a declaration without being part of it.
 LABEL = re.compile(r"\s*(?:(?:public|private|protected):|[A-Z][A-Z0-9_]*\([^()]*\)\s*\n)")
 ATTRIBUTE = re.compile(r"alignas\([^()]*\)|\[\[[^\[\]]*\]\]")
 SCOPE = re.compile(r"(?:^|[\s>])(?:namespace|class|struct|union|enum|extern)\b[^()]*$")
@@ -55,8 +55,8 @@ def without_comments(text: str) -> str:
 def functions_of(text: str) -> Iterator[Function]:
     """The functions defined in a namespace or a class. A lambda counts as part of its function."""
     code = without_comments(text)
-    start = 0  # of the declaration that is read
-    brackets = braces = 0  # open: of a declaration; of a body or an initializer
+    start = 0  # where the declaration that is read begins
+    brackets = braces = 0  # numbers of open ones: in a declaration; in a body or initializer
     name: str | None = None
     for match in re.finditer(r"[(){};]", code):
         sign, at = match[0], match.start()

@@ -17,7 +17,7 @@ from scripts.synthetic.presets import PRESETS
 from tests.engine.harness import generate
 from tests.unit.test_synthetic_checkpoint import write
 
-# Of published heads without their copies of the target's tables: parameters.
+# Numbers of parameters of published heads, without their copies of the target's tables.
 PARAMETERS = {
     "qwen3-8b-dspark": 2.37e9 - 2 * 151936 * 4096,
     "qwen3-8b-dflash": 1.05e9,

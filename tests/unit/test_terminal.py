@@ -163,7 +163,7 @@ def test_a_home_that_cannot_be_written(terminal, tmp_path):
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PYTHONPATH": ""}])
 def test_plain_input(environment, terminal, tmp_path):
-    """In a dumb terminal, and where prompt_toolkit is not installed."""
+    """A dumb terminal, or a missing prompt_toolkit, leaves plain input."""
     if "PYTHONPATH" in environment:
         (tmp_path / "prompt_toolkit.py").write_text("raise ImportError")
         environment = {"PYTHONPATH": python_path(tmp_path)}

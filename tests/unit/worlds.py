@@ -53,12 +53,12 @@ class World:
     """Times are in plain steps of one sequence."""
 
     seconds: Callable[[Shape, int], float]
-    acceptance: Callable[[int], float]  # of the likeliest token, by tokens of the run
+    acceptance: Callable[[int], float]  # rate of the likeliest token, by tokens of the run
     tree_gain: float = 0.0  # how much a wide level helps: 0 as a chain
     slow_first: tuple[float, ...] = (2.0, 1.0)  # more that the first uses of a shape take
     jitter: float = 0.03  # standard deviation of a measured time, as a share of it
     spikes: float = 0.01  # steps that the clock sees last up to four times as long
-    hole: float = 0.4  # of acceptance, lost right after plain steps
+    hole: float = 0.4  # acceptance rate lost right after plain steps
     launch_ahead: int = 2
     request: int = 10**9  # tokens until a sequence ends and another begins
 

@@ -29,7 +29,7 @@ class DrafterOptions:
         """Adds fields that follow from the keys of --speculative-config."""
 
     def check(self, method: str, kind: type[DrafterOptions]) -> None:
-        """Of an addition to drafts: raises ValueError if it does not suit the drafter `method`.
+        """For an addition to drafts: raises ValueError if it does not suit the drafter `method`.
 
         `kind`: the options of that drafter, if its name is known.
         """

@@ -94,7 +94,8 @@ class DiskStore:
         self._generation = 0  # number of calls of remove_all so far
         self._last_time = 0
         self._writing_fails = False
-        # time.monotonic() from which writes are tried again; the next two are such times.
+        # Values of time.monotonic() from which a write, a warning and a look at the folder are due
+        # again.
         self._write_again = 0.0
         self._complain_again = 0.0
         self._look_again = 0.0

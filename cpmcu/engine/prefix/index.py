@@ -80,9 +80,9 @@ class PrefixIndex:
         return found
 
     def add(self, key: bytes, parent: Entry | None, tokens: bytes) -> Entry | None:
-        """The entry of these tokens; a new one if there is none.
+        """Returns the entry of these tokens, which is made if there is none.
 
-        None: other tokens have the same key.
+        Returns None if other tokens have the same key.
         """
         entry = self.find(key, parent, tokens)
         if entry is None and key not in self._entries:

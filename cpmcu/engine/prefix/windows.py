@@ -91,7 +91,7 @@ class WindowPages:
         return found
 
     def restore(self, prefix: Prefix, slot: int) -> set[Entry]:
-        """Copies pages from host memory to the slot, which has pages for them. Returns whose."""
+        """Copies pages of host memory to the slot's own pages. Returns their entries."""
         restored: set[Entry] = set()
         for group, blocks in prefix.window_blocks.items():
             first = self._pages.first_of_slot(slot, group)
@@ -126,12 +126,12 @@ class WindowPages:
         prefix.num_kept = max(prefix.num_kept, end)
 
     def publish(self, prefix: Prefix, slot: int, entries: dict[int, Entry]) -> None:
-        """Gives the entries their pages. `entries`: by their number within the prefix."""
+        """Gives the entries their pages. Keys are numbers of entries within the prefix."""
         for group in self._groups:
             kept = prefix.window_pages.setdefault(group, {})
             first = self._pages.first_of_slot(slot, group)
             held = self._pages.of_slot(slot, group)
-            likely = (*prefix.ends, len(prefix.keys))  # the last end: of published answers
+            likely = (*prefix.ends, len(prefix.keys))  # published answers end with the prefix
             ends = [range(self._first_read(group, end), end) for end in likely]
             dropped = []
             for i, entry in entries.items():
@@ -190,8 +190,7 @@ class WindowPages:
     def _save(self, group: int, entries: Sequence[Entry]) -> None:
         """Copies pages to host blocks while there are blocks.
 
-        Then copies the pages of later ends, too: a hit loads all pages from the first one that is
-        not on the device.
+        The pages of later ends follow: a hit loads all pages from the first that the device lacks.
         """
         if self._hosts[group].limit == 0:
             return

@@ -48,7 +48,7 @@ def _half(raw: U8) -> npt.NDArray[Any]:
 
 
 def _bits(raw: U8, shifts: range, mask: int, run: int) -> U8:
-    """Fields of bytes: `run` bytes give their lowest fields, then their next ones."""
+    """Splits bytes into bit fields. The lowest fields of `run` bytes come first."""
     parts = raw.reshape(len(raw), -1, 1, run)
     fields: U8 = parts >> np.array(shifts, np.uint8).reshape(1, 1, -1, 1) & np.uint8(mask)
     return fields.reshape(len(raw), -1)

@@ -152,7 +152,7 @@ class ChatReply:
             yield last
 
     def usage(self, tokens: int | None = None) -> ChatUsage:
-        """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
+        """Returns the token counts. `tokens`: number in the outputs (default: all generated)."""
         counts = dict(self._reply.usage(self._job.generation, tokens))
         thought = sum(each.count for each in self._thoughts)
         details = CompletionTokensDetails(reasoning_tokens=thought)

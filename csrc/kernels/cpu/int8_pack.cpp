@@ -22,7 +22,7 @@ void int8_pack(const Context&, const Int8PackParams& p) {
     const int64_t group = k / p.k_per_scale, row = one_scale ? 0 : own;
     return scales[words ? group * n + row : row * groups + group];
   };
-  // Zero points have the order of the scales; without GPTQ's words, four rows share a word.
+  // Zero points have the order of the scales. In other formats than GPTQ's, a word holds four rows.
   const uint8_t* stored_zeros = w.layout.zero_points ? p.zeros.as<uint8_t>() : nullptr;
   const auto zero_of = [&](int64_t own, int64_t k) -> uint8_t {
     if (own >= n || k >= w.k) return kZero;

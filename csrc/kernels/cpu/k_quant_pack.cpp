@@ -35,7 +35,7 @@ void k_quant_pack(const Context&, const KQuantPackParams& p) {
   const PackedLayout& layout = w.layout;
   const int64_t n = p.codes.size(0);
   const int64_t end_row = p.first_row + n == w.n ? w.row_blocks() * kPackedRows : p.first_row + n;
-  // Eight rows share words, so a thread takes 16 rows of a block.
+  // Words hold values of eight rows each, so a thread takes whole words: 16 rows of a block.
   constexpr int kRows = 16;
 #pragma omp parallel for
   for (int64_t first = 0; first < w.row_blocks() * kPackedRows; first += kRows) {

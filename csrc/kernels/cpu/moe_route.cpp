@@ -21,7 +21,7 @@ void route_token(const float* logits, const Routing& routing, bool renormalise, 
     int best = -1;
     for (int e = 0; e < routing.num_experts; ++e) {
       if (chosen[static_cast<size_t>(e)]) continue;
-      // A NaN never wins over a number, and a number always wins over a NaN.
+      // Any number wins over a NaN.
       const bool wins = best < 0 || logits[e] > logits[best] ||
                         (std::isnan(logits[best]) && !std::isnan(logits[e]));
       if (wins) best = e;

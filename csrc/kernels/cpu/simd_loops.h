@@ -8,7 +8,8 @@
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return to_float(x); }
-// Unlike core/half.h it multiplies no subnormals, which take some hundred cycles on x86.
+// Unlike the one in core/half.h, this conversion multiplies no subnormals: that takes some hundred
+// cycles on x86.
 inline float widen(fp16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
@@ -22,7 +23,7 @@ inline float widen(fp16 x) {
 // A sum over k has 16 lanes, which are added pairwise at the end. The code fixes this order, so
 // every tiling and instruction set gives the same bits (but for fused multiply-adds).
 constexpr int kLanes = 16;
-// Floats in a register, and registers for sums; the others hold rows and columns.
+// kWidth: floats in a register. kSums: registers that hold sums; the others hold rows and columns.
 #ifdef CPMCU_SIMD_512
 constexpr int kWidth = 16, kSums = 16;
 #elif defined(CPMCU_SIMD_F16C)

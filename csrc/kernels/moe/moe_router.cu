@@ -206,8 +206,8 @@ __device__ __forceinline__ void norm_row(const RouterArgs& args, char* row,
   __syncthreads();
 }
 
-// The sums of this warp's chunks. `weights`: of the first chunks. `load_weights(to, k0)` loads
-// those of a later one.
+// The sums of this warp's chunks. `weights` belong to the first chunks. `load_weights(to, k0)`
+// loads those of a later one.
 template <typename T, int kGroups, int kUnroll, bool kNorms, typename LoadWeights>
 __device__ __forceinline__ void multiply(float (&sums)[kGroups][4],
                                          WeightFragment (&weights)[kUnroll], const RouterArgs& args,

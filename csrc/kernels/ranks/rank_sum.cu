@@ -53,7 +53,7 @@ __device__ __forceinline__ void add(float (&sums)[8], const uint4& words) {
   }
 }
 
-// A thread's vectors of a row of this rank: of the part, and of `hidden` before the sum.
+// A thread's vectors of a row: of this rank's part, and of `hidden` before the sum.
 template <typename T, int kVectors>
 struct Row {
   uint4 part[kVectors];
@@ -75,7 +75,7 @@ struct Row {
 
 // ---- kernels
 
-// Grid: T, up to kExchangeCtas. kVectors: of a thread in a row.
+// Grid: T, up to kExchangeCtas. kVectors: number of a row's vectors that a thread reads.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     rank_sum_kernel(const __grid_constant__ RankSumArgs<T> args,

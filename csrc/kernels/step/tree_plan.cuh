@@ -20,10 +20,10 @@ struct Visit {
   static constexpr uint8_t kNone = 255;
 
   uint8_t node;
-  uint8_t base;  // the node with whose copy of S it starts; kNone: S before the step
-  // Slot of that copy. kFollows: it starts with the S of the node that was visited just before.
+  uint8_t base;  // the visit starts with this node's copy of S; kNone: with S before the step
+  // Slot of that copy. kFollows: the visit starts with S of the node visited just before.
   uint8_t from;
-  uint8_t to;  // the slot that gets a copy of its own S; kNone: no copy
+  uint8_t to;  // the slot that gets a copy of this node's S; kNone: no copy
   static constexpr uint8_t kFollows = 254;
 };
 

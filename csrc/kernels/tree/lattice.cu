@@ -167,8 +167,8 @@ struct Entry {
   bool is_first;  // the candidate is the best below its parent
 };
 
-// The best candidate at `depth` below `parent`, of those that come after `last` (null: of all), and
-// its score. -1: none. All lanes get the result.
+// The best candidate at `depth` below `parent` of those that come after `last`; null: the best of
+// all. Returns -1 if there is none. `own` gets its score. All lanes get the result.
 __device__ int best_below(const Lattice& lattice, int seq, int depth, int parent, const Entry* last,
                           float& own) {
   const int lane = threadIdx.x, k = lattice.topk;

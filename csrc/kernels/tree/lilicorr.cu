@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Grid: (R, CTAs of a row). `width`: N.
+// Grid: (R, CTAs of a row). `width`: values of a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) bias_silu_kernel(T* y, const T* bias, int width) {
   ptx::pdl_launch();
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) bias_silu_kernel(T* y, const T* bias
 }
 
 // Grid: (D, heads, B), 32 K threads. Dynamic shared memory: K rows of the query and of the
-// probabilities of its keys, float32. `head_dim`: of the CTA's head.
+// probabilities of its keys, float32. `head_dim`: size of the CTA's head.
 template <typename T>
 __global__ void __launch_bounds__(32 * kMaxLatticeTopk)
     lattice_attention_kernel(const T* qkv, const T* slot_bias, const T* same_bias, T* out,

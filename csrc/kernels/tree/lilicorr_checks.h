@@ -12,7 +12,7 @@ inline void check_lattice_size(const char* op, const LatticeSize& size) {
         size.topk, size.depth, size.num_seqs, kMaxLatticeTopk, kMaxDraftDepth);
 }
 
-// Requires a matrix of this shape; `like`: of the same dtype.
+// Requires a matrix of this shape and of the dtype of `like`.
 inline void check_matrix(const char* op, const char* name, const Tensor& x, int64_t num_rows,
                          int64_t width, const Tensor& like) {
   CHECK(
@@ -20,7 +20,7 @@ inline void check_matrix(const char* op, const char* name, const Tensor& x, int6
       "{}: {} is {} {}, expected {} [{}, {}]", op, name, name_of(x.dtype()), x.shape_text(),
       name_of(like.dtype()), num_rows, width);
 }
-// Requires `count` elements; `like`: of the same dtype.
+// Requires `count` elements of the dtype of `like`.
 inline void check_elements(const char* op, const char* name, const Tensor& x, int64_t count,
                            const Tensor& like) {
   CHECK(x.num_elements() == count && x.dtype() == like.dtype(),

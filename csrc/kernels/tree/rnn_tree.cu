@@ -114,7 +114,7 @@ struct Frontier {
   uint64_t keys[kFrontier / 32];  // lane l has those of entries l, l + 32, ...; 0: none
   int num_entries;
 
-  // Adds the best of `scores` [topk] that comes after `last` (null: of all).
+  // Adds the best of `scores` [topk] that comes after `last`. Null: the best of all.
   __device__ void add(const float* scores, int topk, int depth, int parent, float parent_score,
                       const Entry* last) {
     const int lane = threadIdx.x;

@@ -189,7 +189,7 @@ class DSparkDrafter : public BlockDrafter {
   Tensor left_, right_;
   Tensor table_, gates_;  // [V, r] and [max_seqs D, r]
   // Only for an rnn. padded_: rows [0; 0; h] of 2 r + H values. inputs_: joint_ times these rows.
-  // states_: of nodes.
+  // states_ belong to nodes.
   Tensor padded_, inputs_, states_;
   int* index_ = nullptr;  // pieces of rows of joint_: first those of left_, then those of right_
 };

@@ -31,8 +31,8 @@ struct Int4PackParams {
   int64_t first_k = 0;
   int64_t n = 0;
   int64_t k = 0;  // first_k and k are multiples of 128; but if the part reaches K, k is any number
-  // How many k share a scale in the tensors, unless scales are channel-wise: 128, or a multiple of
-  // the group in W's blocks.
+  // The group size of the tensors, unless scales are channel-wise: 128, or a multiple of the group
+  // size of W's blocks.
   int64_t k_per_scale = kPackedK;
 };
 

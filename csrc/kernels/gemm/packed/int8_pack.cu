@@ -29,8 +29,8 @@ struct PackArgs {
   int64_t k_per_scale;
   bool words, is_signed, one_scale;
 
-  // The place of the scale of row `own` at k. Zero points have the order of the scales; without
-  // GPTQ's words, four rows share a word.
+  // The place of the scale of row `own` at k. Zero points have the order of the scales. In other
+  // formats than GPTQ's, a word holds four rows.
   __device__ __forceinline__ int64_t scale_place(int own, int k) const {
     const int64_t group = k / k_per_scale, row = one_scale ? 0 : own;
     return words ? group * part.rows + row : row * groups + group;
