@@ -156,7 +156,7 @@ TOOLS = {
     "read_file": {"type": "object", "properties": {"path": {"type": "string"}}},
     "run": {"type": "object", "properties": {"command": {"type": "string"}}},
 }
-ENDS = {  # in the last event of a stream
+ENDS = {  # texts in the last event of a stream
     "/v1/messages": ('"message_stop"',),
     "/v1/responses": ('"response.completed"', '"response.incomplete"'),
 }

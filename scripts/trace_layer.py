@@ -44,7 +44,7 @@ PLACES = (
         for at, event in ((2, "x has arrived:"), (3, "main loop done:"), (4, "epilogue done:"))
     ),
 )
-STAMPS = 16  # per launch; TraceRing::kStamps
+STAMPS = 16  # stamps of a launch, TraceRing::kStamps
 LAST = 13  # the place where a launch of four GEMMs is done
 LONGEST = 500_000  # nanoseconds; longer layers are ignored
 

@@ -45,7 +45,7 @@ from cpmcu.quant.registry import plan_quant
 
 CANDIDATES = 16  # candidates of a position, if the file does not say how many
 _CAP = "final_logit_softcapping"
-_NESTED = ("dflash_config", "dspark_config")  # of equal keys, the later one counts
+_NESTED = ("dflash_config", "dspark_config")  # if both have a key, the later one counts
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Target layers by their outputs, else by their inputs.
 _LAYER_KEYS = (

@@ -138,7 +138,7 @@ def _own_head(directory: Path, target: TargetModel, speculation: SpeculativeConf
 
 
 def _check_unused_options(speculation: SpeculativeConfig) -> None:
-    """Without a draft: warns of options of drafters. Raises ValueError for a lossy strategy."""
+    """Warns of options of drafters without a draft. Raises ValueError for a lossy strategy."""
     if speculation.no_speculation:
         return
     if is_lossy(speculation.verify_strategy):

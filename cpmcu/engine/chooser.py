@@ -29,13 +29,13 @@ PAUSE = 2  # steps that pass after a trial until its results are known
 MARGIN = 1.05
 REVIEW = 4  # drafted steps between two plans, since making a plan takes as long as some kernels
 PLAIN_REVIEW = 12  # plain steps between two plans: they are the shortest steps
-RETRIED = 500  # steps after which a shape is tried again, even if it promises nothing
+RETRIED = 500  # steps after which a shape is tried again, even if no gain is expected
 # Loss against plain decoding, in plain steps, after which most samples are dropped. If drafting
 # adds more than one plain step to a step, the limit is multiplied by the added plain steps.
 LOST_STEPS = 3.0
-KEPT = 0.5  # weight that all earlier samples together keep after that loss, in samples
-NEW_TEXT = 3  # weight of all samples of older texts together, in samples
-HOPELESS = 0.9  # a shape whose share of plain decoding's tokens a second is below this is hopeless
+KEPT = 0.5  # after that loss, all earlier samples together weigh as much as this number of samples
+NEW_TEXT = 3  # all samples of older texts together weigh as much as this number of samples
+HOPELESS = 0.9  # a shape with a smaller share of plain decoding's tokens a second is not tried
 _LONGEST = 10.0  # maximum time of a step that counts, in plain steps: the rest has other causes
 
 
@@ -152,7 +152,8 @@ class ShapeChooser:
         self._lost = max(0.0, self._lost - gain)
         if self._lost > LOST_STEPS * max(1.0, cost - 1):
             self._tokens.forget(KEPT, kept=self._losing)
-            # The gain of drafting so far pays for this loss, the budget for the rest of it.
+            # The budget pays only for the part of this loss that exceeds the gain of drafting so
+            # far.
             self._budget -= min(self._lost, max(0.0, -self._gained))
             self._lost = 0.0
             return True

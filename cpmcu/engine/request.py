@@ -132,7 +132,7 @@ class Request:
 
     @property
     def takes_plainly(self) -> bool:
-        """Is a token without an end only appended to `tokens`?"""
+        """If a token does not end the output, is it appended to `tokens` and nothing else done?"""
         return not (self.is_guided or self.wants_logprobs)
 
     @property

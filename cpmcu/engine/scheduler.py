@@ -100,7 +100,7 @@ class Group:
         return least
 
     def ending(self, tokens: list[int]) -> set[int]:
-        """Numbers of the sequences that may end with their token of a step, one for each."""
+        """Numbers of the sequences that may end in a step. `tokens`: one for each sequence."""
         stops = set()
         if not self.stops.isdisjoint(tokens):
             stops = {i for i, token in enumerate(tokens) if token in self.stops}

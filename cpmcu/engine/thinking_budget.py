@@ -10,7 +10,7 @@ import numpy.typing as npt
 from cpmcu.sampling import ThinkingLimit
 
 Words = npt.NDArray[np.uint32]
-# (output tokens before the reasoning; True: reasoning is over or has not begun).
+# The number of output tokens before the reasoning, and whether no reasoning goes on.
 State = tuple[int | None, bool]
 
 _MAX_BLANK = 64  # maximum number of white-space tokens before the begin tag

@@ -91,7 +91,7 @@ class FlagParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """The text of `--help`: the flags with a brief, or all flags if there is no brief."""
         own = dict.fromkeys(("help", "help_all", "version"), "")
-        briefs = {**own, **self.briefs} if self.epilog else self.briefs  # the epilog explains `own`
+        briefs = {**own, **self.briefs} if self.epilog else self.briefs  # the epilog has `own`
         return short_help(self, self.one_line_usage(), briefs, self.words)
 
     def format_full_help(self) -> str:

@@ -20,7 +20,7 @@ from cpmcu.text.files import read_text
 logger = logging.getLogger(__name__)
 
 LOG_FORMATS = ("text", "json")
-_ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+"  # applications have schemes of their own
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+"  # applications may have other schemes than http
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -95,7 +95,7 @@ def _toolkit_reader(commands: Sequence[str]) -> Reader:
     def _(event: Any) -> None:
         event.current_buffer.newline()
 
-    # No CPR: prompt_toolkit would print a warning if the terminal does not answer.
+    # With CPR, prompt_toolkit would print a warning if the terminal does not answer.
     output = Vt100_Output.from_pty(sys.stderr, os.environ.get("TERM"))
     output.enable_cpr = False
     session: PromptSession[str] = PromptSession(

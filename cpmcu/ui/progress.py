@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LINE_SECONDS = 2.0  # minimum time between two lines in plain mode
 _FIRST_PASS_SECONDS = 0.5  # minimum time of a first pass of prefill that is shown
-_LONG_LINE_SECONDS = 10.0  # the same as _LINE_SECONDS, if the lines show the time left
+_LONG_LINE_SECONDS = 10.0  # _LINE_SECONDS of lines that show the time left
 
 
 class Bar(Protocol):

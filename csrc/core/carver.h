@@ -13,7 +13,7 @@ class Carver {
  public:
   explicit Carver(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
-  // An array of `count` elements, aligned to T. Without a buffer: null.
+  // Takes an array of `count` elements, aligned to T. Returns null if there is no buffer.
   template <typename T>
   T* take(int64_t count) {
     constexpr int64_t alignment = alignof(T);

@@ -28,7 +28,7 @@ struct PrefillInputs {
   int *sampled_slots, *sampled_positions;  // [R]
 
   static PrefillInputs layout(Carver& carver, int max_rows, int max_seqs, int max_path);
-  // On the host, from the items; lengths[slot] are the cached tokens.
+  // Fills the arrays on the host from the items. lengths[slot]: number of cached tokens.
   void fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
             int max_path) const;
 };

@@ -276,7 +276,7 @@ void Engine::bind() {
   last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {seqs, spec_.hidden_size});
   if (idle_slot_ >= 0) {
     sampler_.reset(ctx_, step_.slots(), idle_slot_, {}, {}, 0);
-    const int length = 1;  // not 0, since a shifted draft has one token less
+    const int length = 1;  // at least 1: a shifted draft's cache has one token less
     copy_to_device(ctx_.device, step_.slots().lengths + idle_slot_, &length, sizeof(int),
                    ctx_.stream);
     step_.reset(ctx_, idle_slot_, {.finished = 1});

@@ -163,7 +163,7 @@ void Ranks::call(int rank) {
   }
 }
 
-// How far an error is from the cause. 0: the rank's own error; 1: the rank got no answer; 2: an
+// Distance of an error from its cause. 0: the rank's own error; 1: the rank got no answer; 2: an
 // echo of another rank's failure.
 int Ranks::distance_of(const std::exception_ptr& error) {
   try {

@@ -18,7 +18,7 @@ class PackedExpertLinear : public ExpertLinear {
   }
 
  protected:
-  // `weight`: of an expert. `min_bytes`: minimum size of an expert's part of the buffer.
+  // `weight` describes one expert. `min_bytes`: minimum size of an expert's part of the buffer.
   PackedExpertLinear(const ExpertsConfig& config, const PackedWeight& weight, int64_t min_bytes = 0)
       : config_(config), weight_(weight) {
     constexpr int64_t kUnit = MemoryPlan::kAlignment;

@@ -27,7 +27,7 @@ namespace cpmcu {
 // The model of one rank. Throws if the model cannot be divided among `num_ranks`.
 ModelSpec part_of(const ModelSpec& whole, int num_ranks);
 
-// The model of one rank without the heads of other ranks, which only norms over all heads read.
+// The model of one rank without heads of other ranks. Only norms over all heads read these.
 ModelSpec without_other_heads(const ModelSpec& part);
 
 // The tensors of a model. They have no memory, so only their shapes may be read.

@@ -61,7 +61,8 @@ class ModelState {
   // `window`: tokens to which the layer attends, itself included; 0: all. Other blocks of the model
   // may read a plane that has a name.
   PagedId add_paged(const PagedPlane& plane, int window = 0, const std::string& name = "");
-  // The plane of this name, which must be alike. Declared by an earlier block.
+  // The plane of this name, which an earlier block declared. It must equal `plane` and have this
+  // window.
   PagedId find_paged(const PagedPlane& plane, int window, const std::string& name) const;
   SlotId add_slot(const SlotTensor& tensor);
 

@@ -65,7 +65,7 @@ class Stream:
 
     due: float
     times: list[float] = dataclasses.field(default_factory=list)
-    tokens: list[int] = dataclasses.field(default_factory=list)  # of each chunk
+    tokens: list[int] = dataclasses.field(default_factory=list)  # number in each chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Found:
     """One load. Times are milliseconds."""
 
     load: str
-    gaps: list[float]  # between chunks, in ascending order
-    firsts: list[float]  # to the first chunk, likewise
+    gaps: list[float]  # times between chunks, in ascending order
+    firsts: list[float]  # times to the first chunk, in ascending order
     rate: float  # tokens a second
-    passes: float  # per decode step
+    passes: float  # number per decode step
 
 
 def poisson(rate: float, seconds: float, draw: random.Random) -> Iterator[float]:
@@ -88,7 +88,7 @@ def poisson(rate: float, seconds: float, draw: random.Random) -> Iterator[float]
 
 
 def measure(llm: LLM, load: str, args: argparse.Namespace) -> Found:
-    """`load`: a number of requests a second, `/s` behind it, or of clients."""
+    """`load`: "N/s" means N requests a second, "N" means N clients."""
     most = max(args.outputs)
     engine: Any = ArrivalsEngine(args.steps, args.prompt + most + 2, args.pass_ms, args.token_ms)
     runner = Runner(engine, page_size=C.PAGE_SIZE, prefill_seconds=args.max_prefill_ms / 1e3)

@@ -56,7 +56,7 @@ class Bench:
             (args.pages + 64) * self.page_bytes, "the benchmark"
         )
         self.views = [self.host.view(self.host.take()) for _ in self.keys]
-        for view in self.views:  # as page-locked memory, it is there before it is used
+        for view in self.views:  # writing gets the memory from the system before it is timed
             view[:] = os.urandom(4096) * (self.page_bytes // 4096)
 
     def open_tier(self) -> DiskTier:

@@ -51,7 +51,7 @@ ENTRIES = [16384, 32768, 131072]
 TOKENS = [1, 12, 32]
 CHUNK = 2048
 ACCEPTED = 16
-LAUNCHES = 16  # at least, in one graph
+LAUNCHES = 16  # the least in one graph
 
 
 class Sequences:
@@ -63,7 +63,8 @@ class Sequences:
         self.ctx, self.entries, self.count = ctx, entries, count
         pages = -(-entries // PAGE)
         page_bytes = KV_HEADS * HEAD_DIM * 2 * (2 * PAGE + 5)
-        # A step reads about 100 of its blocks, so fewer sequences would do; all fit a GPU.
+        # As a step reads only about 100 blocks of a sequence, fewer sequences may suffice. All fit
+        # a GPU.
         self.copies = max(2, min(LAUNCHES, math.ceil(4 * COLD_BYTES / (pages * page_bytes))))
         table = np.random.default_rng(0).permutation(self.copies * pages)
         self.page_table = put(ctx, table.reshape(self.copies, pages))

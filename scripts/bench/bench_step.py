@@ -38,7 +38,7 @@ FILL_LENGTH, FILL_DEPTH = 32768, 9  # text and longest path of a filled draft
 CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
 BUDGET_US = 80.0
 HISTORY = 1 << 20  # tokens; each launch of accept_tree appends up to PATH
-LAUNCHES = 20  # per graph
+LAUNCHES = 20  # launches of an op in a graph
 
 
 class Step:

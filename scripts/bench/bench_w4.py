@@ -43,7 +43,7 @@ HEADS = {"MiniCPM4-8B": (73448, 4096), "Llama-3.1-8B": (128256, 4096)}
 ROWS = [1, 8, 16, 32, 64]
 PROMPT_ROWS = [128, 256, 512, 1024, 2048]
 COLD_BYTES = 1200 << 20
-MAX_LAUNCHES = 128  # in one graph
+MAX_LAUNCHES = 128  # in one graph at most
 RUNS = 9
 
 

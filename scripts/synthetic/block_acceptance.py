@@ -246,10 +246,10 @@ def copying_entries(plan: Plan) -> dict[str, Entries]:
 
 
 def gate_entries(plan: Plan) -> Entries:
-    """Of DFlash2's hidden_projection [r, H]: all gates are about 1."""
+    """The elements of DFlash2's hidden_projection [r, H]. They make all gates about 1."""
     hidden, rank = plan.draft["hidden_size"], size(plan.draft, "selector_rank")
     vectors = 1 + (COPIED**2 - 1) * AHEAD**2
-    rms = math.sqrt(vectors + (ONE**2 + ROOT**2) / hidden)  # of a row before the last norm
+    rms = math.sqrt(vectors + (ONE**2 + ROOT**2) / hidden)  # RMS of a row before the last norm
     return Entries.of(np.arange(rank), np.array(hidden - 2), rms / ONE)
 
 

@@ -39,7 +39,7 @@ class Kind:
     keys: Config  # at the top level
     nested: Config | None = None  # in dflash_config, with the keys of the target; None: no object
     first_layer: int = 1  # the first target layer whose output is read
-    layer_type: str | None = None  # of all layers; None: layer_types is absent
+    layer_type: str | None = None  # type of all layers; None: layer_types is absent
 
 
 KINDS = {

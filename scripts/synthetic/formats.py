@@ -9,7 +9,7 @@ from functools import partial
 from scripts.synthetic import compressed, gptq
 from scripts.synthetic.tensors import Config, TensorSpec
 
-# As in published files of models with gated delta nets: small or sensitive modules stay dense.
+# In published files of models with gated delta nets, small or sensitive modules stay dense.
 DENSE_OF_HYBRIDS = ("in_proj_a", "in_proj_b", "in_proj_ba")
 MTP = "mtp."
 
@@ -20,7 +20,7 @@ class Format:
 
     config: Config
     tensors: Callable[[str, int, int, float], Iterator[TensorSpec]]
-    dtype: str  # of all other tensors in published files
+    dtype: str  # dtype of all other tensors in published files
 
 
 FORMATS = {

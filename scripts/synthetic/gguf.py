@@ -25,7 +25,7 @@ GGUF, GGUF_FILE = "q4_k_m", "model.gguf"
 ALIGNMENT = 32
 BLOCK = 256  # numbers of a block of K-quants
 F32, F16, Q4_K, Q6_K = 0, 1, 12, 14
-TOKEN, CONTROL = 1, 3  # of tokenizer.ggml.token_type
+TOKEN, CONTROL = 1, 3  # values of tokenizer.ggml.token_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from scripts.synthetic.tensors import (
     tensor_seed,
 )
 
-COMMON_SCORE = 48.0  # of a common expert, times the mean of the normed hidden state
+COMMON_SCORE = 48.0  # score of a common expert over the mean of the normed hidden state
 
 
 def attention_tensors(

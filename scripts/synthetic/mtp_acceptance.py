@@ -31,7 +31,7 @@ MARK = 4.0
 GUESS = 25.0  # with a mark, one token's vector has MARK * GUESS times the norm of the embedding
 
 ROUTER = "mlp.gate.weight"
-COMMON_SCORE = 12.0  # of a common expert; the standard deviation of a score is 2
+COMMON_SCORE = 12.0  # score of a common expert; the standard deviation of a score is 2
 
 
 def mtp_preset(

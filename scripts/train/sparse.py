@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 BLOCK = 64
 FINE = (32, 16)  # tokens of a fine compressed key, and tokens from one to the next
 COARSE = (128, 64)
-NAME = "infllm-v2"  # of this attention in transformers
+NAME = "infllm-v2"  # name of this attention in transformers
 
 
 def compress(k: Tensor, span: tuple[int, int]) -> tuple[Tensor, Tensor]:

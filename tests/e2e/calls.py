@@ -40,7 +40,7 @@ def begun(server: Server, body: Mapping[str, object]) -> Iterator[None]:
     body = {**body, "stream": True}
     with httpx.stream("POST", url, json=body, headers=FIRST, timeout=60) as reply:
         lines = reply.iter_lines()
-        next(lines)  # the first of many: its slots are taken, or will be before others are
+        next(lines)  # now its slots are taken, or will be before those of later requests
         yield
         assert reply.status_code == 200
         assert "data: [DONE]" in lines
@@ -85,7 +85,8 @@ def node_modules(*packages: str) -> str:
 
 
 def _install() -> str:
-    """Installs INSTALLED. Returns why it failed, else ""; a failure counts for ten minutes."""
+    """Installs INSTALLED. Returns the reason of a failure, else "". A failure is not retried for
+    ten minutes."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
     wanted = [f"{name}@{version}" for name, version in INSTALLED.items()]
     command = ["npm", "install", "--prefix", str(_FOLDER), "--no-audit", "--no-fund", *wanted]

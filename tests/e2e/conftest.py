@@ -33,7 +33,7 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The shipped model with its EAGLE head, which drafts in every speculative step."""
-    # However fast the machine is, a pass beside decoding sequences has 64 tokens, the fewest.
+    # On any machine, a pass beside decoding sequences then has 64 tokens, the fewest.
     passes = ("--chunk-length", "64", "--max-prefill-ms", "0.1")
     with start(*passes, "--spec-auto", "no") as running:
         yield running

@@ -310,7 +310,7 @@ def test_progress_of_a_long_prompt(client):
     progress = [c.prompt_progress for c in chunks if hasattr(c, "prompt_progress")]
     done = [each["processed"] for each in progress]
     assert len(done) > 2
-    assert done[:-1] == [CHUNK * i for i in range(len(done) - 1)]  # the first, before any is read
+    assert done[:-1] == [CHUNK * i for i in range(len(done) - 1)]  # the first precedes all tokens
     assert progress[0]["cache"] == 0
     assert done[-1] == progress[-1]["total"] <= CHUNK * (len(done) - 1)
     assert "".join(c.choices[0].text for c in chunks if c.choices)

@@ -35,7 +35,7 @@ def streamed(server, body) -> tuple[str, str, dict]:
 
 @pytest.mark.parametrize("grammar", [SELECT, REGEX, LIMIT, STOP])
 def test_guidance(server, grammar):
-    """The grammar is sent under two names. Drafts are followed, also by rules with a limit."""
+    """The grammar is sent under two names. Drafts follow it, even if rules have limits."""
     fields = {"guided_decoding_backend": "guidance", "guided_grammar": grammar}
     fields |= {"structured_outputs": {"grammar": grammar}, "max_tokens": 64}
     body = {**HELLO, "logprobs": False, "stream_options": {"include_usage": True}, **fields}

@@ -123,7 +123,7 @@ def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
 
 
 class _Bound:
-    """Stands for Ray's deployments: keeps what they are made of."""
+    """Stands for Ray's deployments: records their arguments."""
 
     def __init__(self, target=None, **options) -> None:
         self.target, self.options = target, options

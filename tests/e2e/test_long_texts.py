@@ -117,7 +117,7 @@ def test_memory_of_long_texts_is_returned_to_the_system(server):
 def test_long_texts_come_back_the_same(server):
     text = MILLION[:200_000].encode("ascii", "ignore").decode()
     found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
-    first, *pieces = found["token_strs"]  # as the vocabulary spells them
+    first, *pieces = found["token_strs"]  # spelled as in the vocabulary
     spelt = "".join(pieces).replace("Ġ", " ").replace("Ċ", "\n")
     assert first == "<s>" and spelt == text
     reply = server.post("/detokenize", {"tokens": found["tokens"][1:]})

@@ -274,7 +274,7 @@ def test_the_list_of_models(server):
     assert client(server).models.retrieve(MODEL) == model
     length = server.get(f"/v1/models/{MODEL}").json()["max_model_len"]
     assert (model.max_input_tokens, model.max_tokens, model.lifecycle) == (length, length, "active")
-    assert server.get("/v1/models").json()["object"] == "list"  # as OpenAI's without the header
+    assert server.get("/v1/models").json()["object"] == "list"  # else the form is OpenAI's
 
 
 def test_a_session_of_claude_code(scripted):

@@ -56,7 +56,7 @@ def test_a_conversation(driver, scripted):
     page.find("#send").click()
     assert page.answered(2)[1] == "Four, 四."
     assert page.texts(".thought > .text") == ["So, 🤔 two\nand two."]
-    assert not page.find(".thought > .text").is_displayed()  # until it is unfolded
+    assert not page.find(".thought > .text").is_displayed()  # a thought is folded at first
     page.find(".thought > summary").click()
     assert page.find(".thought > .text").is_displayed()
     assert page.contents() == [cue("story"), STORY, f"and now {cue('think')}"]
@@ -138,7 +138,7 @@ def test_thinking_can_be_switched_off(driver, scripted, server):
     page.type(cue("story") + "\n")
     page.answered(1)
     assert page.asked()[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    page = Page(driver, server)  # whose template knows nothing of it
+    page = Page(driver, server)  # this server's template cannot think
     page.ready()
     page.click("Settings")
     assert not page.find("#settings [name=thinking]").is_displayed()

@@ -82,7 +82,7 @@ def test_conversations_are_listed_renamed_and_deleted(driver, scripted):
     page.reload()
     page.ready()
     assert listed(page) == [second, "My story"]
-    assert page.answered(1) == [STORY]  # that which was shown
+    assert page.answered(1) == [STORY]  # the branch shown before the reload
     page.click("Delete My story")
     assert listed(page) == [second]
     assert not page.texts(".turn")

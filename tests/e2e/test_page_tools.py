@@ -124,7 +124,7 @@ def test_a_conversation_can_have_its_own_settings(page):
     page.click("Settings")
     assert page.find("#scope-own").is_selected()
     assert page.find("[name=temperature]").get_property("value") == "0.25"
-    page.find("label:has(#scope-common)").click()  # shows the common ones
+    page.find("label:has(#scope-common)").click()  # shows the settings of all conversations
     assert page.find("[name=temperature]").get_property("value") == "0.5"
     page.click("Save", "#settings")
     page.click("Regenerate")

@@ -236,7 +236,7 @@ def test_structured_output(server, scripted):
 
 
 def test_the_raw_messages_are_given_if_asked_for(server):
-    """The ended response has both sides as the model has them, streamed, stored or in one piece."""
+    """A response that has ended contains the prompt and the output as texts of the model."""
     body = {"input": "Hello?", "max_output_tokens": 8, "temperature": 0}
     wanted = {**body, "enable_response_messages": True}
     found = server.post("/v1/responses", wanted).json()
@@ -293,7 +293,7 @@ def test_bad_requests(server, body, param):
 
 
 def test_half_a_surrogate_pair(server):
-    """Where it is not part of the prompt, the response repeats it."""
+    """The response repeats it in fields that are not part of the prompt."""
 
     def post(body):
         headers = {"Content-Type": "application/json"}
@@ -359,6 +359,6 @@ def test_models_as_codex_lists_them(server):
     (model,) = found["models"]
     assert model["slug"] == model["display_name"] == found["data"][0]["id"]
     assert model["context_window"] == found["data"][0]["max_model_len"]
-    # Codex takes its system message from here; without one it works without any.
+    # Codex takes its system message from this field. If the field is empty, it sends none.
     assert len(model["base_instructions"]) > 300
     assert model["supported_reasoning_levels"] == [] and model["visibility"] == "list"

@@ -109,7 +109,7 @@ def test_tokens_of_reasoning(scripted, choices):
     whole = ask(scripted, "think", n=choices).usage
     assert whole.completion_tokens_details.reasoning_tokens == choices * same["reasoning_tokens"]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    for hidden in (False, True):  # hidden reasoning costs as much
+    for hidden in (False, True):  # hidden reasoning counts the same tokens
         fields = {"extra_body": {"include_reasoning": not hidden}, "n": choices}
         chunks = list(ask(scripted, "think", stream=True, stream_options=options, **fields))
         assert chunks[-1].usage.completion_tokens_details == whole.completion_tokens_details

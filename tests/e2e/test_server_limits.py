@@ -14,7 +14,7 @@ def test_a_prompt_that_is_too_long(limited):
         reply = limited.post("/v1/completions", body, **FIRST)
         assert reply.status_code == status, reply.text
         if status == 200:
-            assert reply.json()["usage"]["completion_tokens"] == 1  # all that is left
+            assert reply.json()["usage"]["completion_tokens"] == 1  # the context has no more room
             assert reply.json()["choices"][0]["finish_reason"] == "length"
         else:
             error = error_of(reply, 400)

@@ -127,7 +127,7 @@ def test_schemas_of_tools_that_refer_to_themselves(client, server):
     """Each schema keeps its own root within a composed grammar."""
     body = {"prompt": "n", "add_special_tokens": False}
     (n,) = server.post("/tokenize", body).json()["tokens"]
-    ends = {str(n): 50}  # null, and not one more of itself
+    ends = {str(n): 50}  # ends a recursive value with null
     other = {"Side": {"enum": [1, 2]}}
     tools = [pair_tool("first"), pair_tool('second "@tool_0"', **{"$defs": other})]
     schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}

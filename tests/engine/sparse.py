@@ -40,7 +40,7 @@ def family_of(kind: str) -> str:
 def check_prefix_hits(models: Models, kind: str, tier: str) -> None:
     """Prompts that share prefixes hit the cache, and their tokens are those of plain decoding.
 
-    `kind`: of the draft, "" for none. `tier`: "device", or "host" for evicted pages in host memory.
+    `kind`: the draft's, or "". `tier`: "device", or "host" for evicted pages in host memory.
     """
     config: dict[str, Any] = {"max_num_seqs": 2, "chunk_length": 100}
     engine = (

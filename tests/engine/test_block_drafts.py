@@ -191,7 +191,8 @@ def case_of(kind: str, **fields: Any) -> Case:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> None:
-    """Trees and chains in turn, after accepted and rejected tokens, and prompts in chunks."""
+    """Trees and chains take turns. Tokens were accepted and rejected before. Prompts have
+    chunks."""
     pair = Pair(tmp_path, CASES[name], TREE)
     shapes = [None, (4, 5), (3, 9), (1, 2), (2, 8)]
     seen: set[int] = set()
@@ -322,7 +323,7 @@ def test_fr_spec_drafts_frequent_tokens(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [1, 19, 20, 21, 60])
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
 def test_prompts_far_beyond_the_window(kind: str, chunk: int, tmp_path: Path) -> None:
-    """Chunks around the window of 20 tokens."""
+    """Chunks have about as many tokens as the window of 20."""
     pair = Pair(tmp_path, Case(kind), TREE)
     pair.run(text_of(230), 6, chunk)
 

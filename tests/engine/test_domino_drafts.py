@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_numpy_network(name: str, tmp_path: Path) -> None:
-    """Chains and trees of several shapes in turn, after accepted and rejected tokens."""
+    """Chains and trees of several shapes take turns. Tokens were accepted and rejected before."""
     pair = Pair(tmp_path, CASES[name], TREE)
     seen: set[int] = set()
     for i, length in enumerate(LENGTHS):

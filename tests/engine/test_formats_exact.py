@@ -43,7 +43,7 @@ def test_mtp(models: Models, form: str) -> None:
 
 @pytest.mark.parametrize(("kind", "tree"), DRAFTS)
 def test_mixture_of_k_quants(models: Models, kind: str, tree: str) -> None:
-    """As in files of Q4_K_M: v, down_proj and the head are Q6_K. The draft has 16 bits."""
+    """Files of Q4_K_M have v, down_proj and the head in Q6_K. The draft has 16 bits."""
     family = "llama in gguf"
     path = models.root / "k.gguf"
     if not path.exists():

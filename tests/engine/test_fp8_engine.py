@@ -132,14 +132,14 @@ def test_memory(tmp_path: Path, device: str) -> None:
         pages.append(engine.pages.page_bytes)
         planned, rest = divmod(sum(row["bytes"] for row in rows), engine.pages.page_bytes)
         assert rest == 0
-        assert planned - engine.num_pages in (0, 1)  # one may be of idle slots
+        assert planned - engine.num_pages in (0, 1)  # idle slots may have a page
         floors.append([step_bytes(engine, loaded.spec, context) for context in (0, 64)])
     assert pages[1] / pages[0] == (128 + 4) / 256
     assert [after - before for before, after in floors] == pages
 
 
 def test_hopper_plans_scratch_for_prompts(tmp_path: Path) -> None:
-    """The keys and values of a sequence in 16 bits, where the kernels of prompts read them."""
+    """Kernels of prompts read keys and values in 16 bits. The scratch holds those of a sequence."""
     made = write_tiny(tmp_path, "llama", dtype="bfloat16", head_dim=128, num_hidden_layers=2)
 
     def scratch(dtype: str, capability: int) -> int:

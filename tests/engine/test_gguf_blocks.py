@@ -28,7 +28,7 @@ HALVES = {
 
 
 def in_blocks(weight: Any, kind: str) -> Any:
-    """Rows of blocks; of types that the gguf package only decodes, random ones of these sizes."""
+    """Rows of blocks. They are random if the gguf package can only decode the type."""
     rows = np.asarray(weight, np.float32)
     if kind not in HALVES and kind != "NVFP4":
         return gguf.quants.quantize(rows, TYPES[kind])

@@ -39,7 +39,7 @@ def test_each_yields_the_tokens_that_it_yields_alone(
             job = Job(ids, rng.randrange(2, 30), **SAMPLINGS[name])
             found.append((job, ids, name))
             runner.submit(job.request)
-            if rng.random() < 0.4:  # the next ones come while it runs
+            if rng.random() < 0.4:  # later requests come while this one runs
                 job.items.get(timeout=60)
         for job, ids, name in found:
             if not job.request.done:

@@ -118,7 +118,7 @@ def test_synthetic_acceptance(
 
 
 def test_frspec_with_synthetic_acceptance(tmp_path: Path) -> None:
-    """The most frequent tokens are those of the text, so nothing is lost."""
+    """All tokens of the text are among the most frequent ones, so acceptance stays the same."""
     flags = ["--acceptance", "1", "--dtype", "float32", "--set", "vocab_size=1024"]
     target = write("tiny-qwen3.5", tmp_path / "target", *flags, "--draft-vocab-size", "256")
     loaded = load(target, method="mtp", num_speculative_tokens=2, frspec_vocab_size=256)

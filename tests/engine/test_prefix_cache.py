@@ -118,7 +118,7 @@ def test_when_pages_run_out(models: Models) -> None:
 
 
 def test_a_prompt_that_is_computed_again_has_its_pages_once(models: Models) -> None:
-    """Scores of a prompt are computed, cached or not: the cached pages make room."""
+    """Scoring computes a cached prompt again. Its cached pages are freed to make room."""
     engine = models.engine("llama", None, max_model_len=384)  # 6 pages
     ids = random_ids(190, VOCAB, seed=4)
     with running(engine) as (runner, _):
@@ -311,7 +311,7 @@ def test_reading_takes_no_host_memory_from_the_pages_before(models: Models, tmp_
             assert matched == [first]
             assert not cache.must_wait(prefix, matched, len(ids))  # there is no block to read into
             assert cache.match(prefix, len(ids)) == [first]
-            # If it is not a prompt's own page, its block is taken; nothing follows it then.
+            # A page that no waiting prompt needs loses its block. No page follows it then.
             assert disk.begin_reading([second], first) == []
             assert not first.alive and len(cache._index) == 0
 
@@ -332,7 +332,7 @@ def test_no_host_memory_is_taken_ahead_while_a_disk_is_read(
     tier = memory.tier(40 * engine.pages.page_bytes, "a test")
     memory._in_threads = True  # as on a GPU
     tier.is_calm = True
-    blocks = [tier.take()]  # if no block is free, memory is taken in any case
+    blocks = [tier.take()]  # if no block is free, the tier grows at once
     while memory._grower is not None:
         memory._grower.join()
         tier.grow()

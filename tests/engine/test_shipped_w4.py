@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # sanitizer runs cover 4 bits in test_w4.py and t
 
 NAME = "tiny-python-minicpm-w4"
 DRAFT = "tiny-python-eagle2-w4"
-TEXTS = ("harness.py", "test_spec_llm.py", "test_bad_checkpoints.py")  # of this directory
+TEXTS = ("harness.py", "test_spec_llm.py", "test_bad_checkpoints.py")  # files beside this one
 PROMPTS = ["import os\n\n\ndef walk(path):\n", "class Stack:\n    def __init__(self", "for i in "]
 PARAMS = {
     "greedy": SamplingParams(max_tokens=80, temperature=0.0, repetition_penalty=1.0),

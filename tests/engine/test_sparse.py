@@ -90,7 +90,7 @@ def test_a_long_output_sees_everything(sparse_models: Models) -> None:
 
 
 def test_the_floor_of_a_step_counts_the_blocks_that_it_reads(sparse_models: Models) -> None:
-    """At token 640, 7 of the 11 blocks are not read; compressed keys of 9 pages are."""
+    """At token 640, a step reads 4 of the 11 blocks, and the compressed keys of 9 pages."""
     loaded = load_model(
         str(sparse_models.target(FAMILY).directory),
         config=EngineConfig(
@@ -101,7 +101,7 @@ def test_the_floor_of_a_step_counts_the_blocks_that_it_reads(sparse_models: Mode
     )
     spec = loaded.spec
     size = 4 if spec.dtype == "float32" else 2
-    row = len(spec.layers) * spec.num_key_value_heads * spec.head_dim * size  # of all layers
+    row = len(spec.layers) * spec.num_key_value_heads * spec.head_dim * size  # bytes in all layers
     weights = step_bytes(loaded.engine, spec, 0)
     assert step_bytes(loaded.engine, spec, 256) - weights == row * 2 * 256
     assert step_bytes(loaded.engine, spec, 640) - weights == row * (2 * (640 - 64 * 7) + 5 * 9)

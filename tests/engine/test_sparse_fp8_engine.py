@@ -81,7 +81,7 @@ def test_prefix_hits_change_no_token(models: Models, kind: str, tier: str) -> No
 
 
 def test_logits_of_a_prompt(models: Models) -> None:
-    """Against float64 with rounded keys and values. Rounded keys also choose the blocks.
+    """The reference is float64 with rounded keys and values. Rounded keys also choose the blocks.
 
     A number near the middle of two codes may round to either, so one logit may be further away.
     """
@@ -107,11 +107,11 @@ def test_pages_hold_compressed_keys_in_16_bits(models: Models) -> None:
     )
     loaded = load_model(str(made.directory), config=config)
     spec, size = loaded.spec, 4 if loaded.spec.dtype == "float32" else 2
-    rows = len(spec.layers) * spec.num_key_value_heads  # of a token, one each for keys and values
+    rows = len(spec.layers) * spec.num_key_value_heads  # key rows of a token, or value rows
     entry, compressed = 2 * rows * (spec.head_dim + 4), rows * spec.head_dim * size
     assert loaded.engine.pages.page_bytes == 64 * entry + 5 * compressed
     weights = step_bytes(loaded.engine, spec, 0)
     assert step_bytes(loaded.engine, spec, 256) - weights == 256 * entry
-    # At token 640, 7 of the 11 blocks are not read; compressed keys of 9 pages are.
+    # At token 640, a step reads 4 of the 11 blocks, and the compressed keys of 9 pages.
     read = (640 - 64 * 7) * entry + 5 * 9 * compressed
     assert step_bytes(loaded.engine, spec, 640) - weights == read

@@ -34,7 +34,7 @@ def test_same_tokens(models: Models, kind: str, tree: str) -> None:
     family = family_of(kind)
     drive = Drive(models.drafted(kind, family, TREES[tree]), ahead=2)
     names = list(SAMPLINGS)
-    # Large trees take every other prompt, of 1, 63, 65 and 200 tokens, one for each sampling.
+    # Large trees run with every other prompt only. Each prompt has another sampling.
     for i, ids in enumerate(SEVERAL[::2] if tree in ("wide", "full") else SEVERAL):
         name = names[(i + list(TREES).index(tree)) % len(names)]
         fields = SAMPLINGS[name]
@@ -162,7 +162,7 @@ def test_several_sequences(models: Models, kind: str, name: str) -> None:
     for ids, count in zip(prompts[:2], counts[:2]):
         slot, first = drive.start(ids, **fields, max_tokens=count)
         slots.append(slot), tokens.append([first])
-    # Two prompts in one step.
+    # One step reads two prompts.
     for ids, count in zip(prompts[2:], counts[2:]):
         slot = engine.add_sequence(C.SamplingConfig(**fields, max_tokens=count), ids)
         assert engine.reserve(slot, len(ids))

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 2,
         },
     ),
-    # One group of heads.
+    # The heads of the mamba blocks are one group.
     "granite4 with mamba": (
         "granitehybrid",
         {
@@ -90,9 +90,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-MLPS = ("w1", "w2", "w3")  # of LFM
+MLPS = ("w1", "w2", "w3")  # names in LFM
 
-# Sizes of which a rank has whole groups and blocks.
+# With these sizes, each rank has whole groups and blocks.
 QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2 in few bits": (
         "lfm2",

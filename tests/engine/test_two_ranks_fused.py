@@ -65,7 +65,7 @@ def test_sums_in_fused_layers_change_no_token(models: Models, family: str) -> No
 
 @pytest.mark.parametrize("family", FORMS)
 def test_logits(models: Models, family: str) -> None:
-    """Steps of one token and of several, against one launch for each op."""
+    """Steps of one token and of several give the tokens of one launch for each op."""
     apart, joined = (models.engine(family, None, max_num_seqs=3) for _ in range(2))
     apart.cut_for(0)
     fused(joined)

@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
         tmp_path_factory.mktemp("ranks"), device, num_ranks=2, **LAYERS, intermediate_size=48
     )
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    sizes |= {**LAYERS, "head_dim": 64, "intermediate_size": 192}  # 96 for a rank: not 128
+    sizes |= {**LAYERS, "head_dim": 64, "intermediate_size": 192}  # 96 on a rank, less than 128
     made.put("mxfp4", write_mxfp4(made.root, **sizes)[1])
     return made
 

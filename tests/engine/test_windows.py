@@ -91,7 +91,7 @@ def few_window_pages(engine: Any, count: int) -> Iterator[None]:
 
 
 def needed(window: int, step: int) -> int:
-    """Pages of a sequence whose steps and drafts in flight write up to `step` tokens."""
+    """The number of pages that a sequence needs if steps in flight write up to `step` tokens."""
     return -(-(window + step) // PAGE) + 1
 
 

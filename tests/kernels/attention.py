@@ -26,7 +26,7 @@ class Case:
     by_position: bool = False
     gated: bool = False  # a gate of the size of a head follows each query head
     with_sinks: bool = False
-    pairs: int = 0  # sequences and KV heads of the scratch of prompts over an fp8 cache; 0: usual
+    pairs: int = 0  # pairs of sequence and KV head in the scratch of an fp8 cache; 0: usual
     selecting: dict[str, Any] = field(default_factory=dict)  # arguments for sparse attention
 
     def __post_init__(self) -> None:

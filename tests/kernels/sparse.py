@@ -24,7 +24,7 @@ from tests.kernels.util import (
 from tests.reference import fp8
 from tests.reference.sparse import COARSE, FINE, Rule, compress
 
-MEMORY_SEQS = 8  # of two KV heads
+MEMORY_SEQS = 8  # sequences with two KV heads each
 SMALL_RULE = Rule(init_blocks=1, window_size=128, topk=3, dense_len=300)
 
 
@@ -34,7 +34,7 @@ class SparseCase(Case):
 
     rule: Rule = field(default=SMALL_RULE)
     keys_are_old: bool = True
-    one_launch: bool = True  # of select_blocks, if each sequence has one token
+    one_launch: bool = True  # one launch of select_blocks for steps of one token
 
     def compressed(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Fine and coarse keys [spans, Hkv, D] of the cached and new tokens, as they are stored."""

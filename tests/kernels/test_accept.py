@@ -364,7 +364,8 @@ def test_hidden_state_of_a_root(device: str) -> None:
         hidden=put_raw(device, row[None].astype("float16")), accepted_hidden=kept,
     )  # fmt: skip
     assert np.array_equal(array.numpy(), pool)
-    assert kept.numpy().tolist() == [[0] * 8] * 4 + [row.tolist()] + [[0] * 8]  # position 4 of 3
+    # Position 4 of slot 1 has row 3 + 4 % 3.
+    assert kept.numpy().tolist() == [[0] * 8] * 4 + [row.tolist()] + [[0] * 8]
 
 
 @on_devices

@@ -186,7 +186,7 @@ def test_a_long_match_takes_the_place_of_an_unsure_draft(device: str) -> None:
     case = one([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 4)
     got = case.fill(device, [[(8, 0, -3.0), (8, 1, -6.0)]], 4, 3)
     assert [token for token, _, _ in got[0]] == [5, 6, 7]
-    got = case.fill(device, [[(8, 0, -0.05), (8, 1, -0.1)]], 4, 3)  # a sure one stays
+    got = case.fill(device, [[(8, 0, -0.05), (8, 1, -0.1)]], 4, 3)  # a likely token stays
     assert [token for token, _, _ in got[0]] == [8, 8, 5]
 
 
@@ -221,7 +221,7 @@ def test_rates_are_measured(device: str) -> None:
         case.counts = rng.integers(0, 8, size=16)
         case.accepted = rng.integers(3, size=(16, 17))
         case.accepted_paths[:, 0] = np.where(rng.random(16) < 0.8, 0, -1)  # -1: a prefill
-        case.lengths = before + case.counts + (rng.random(16) < 0.2)  # 1: a step came in between
+        case.lengths = before + case.counts + (rng.random(16) < 0.2)  # + 1: after another step
         for seq, slot in enumerate(case.slots):
             if (
                 case.accepted_paths[slot, 0] == 0

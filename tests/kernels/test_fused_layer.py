@@ -303,10 +303,10 @@ def test_rows_do_not_depend_on_the_others(
     x, residual = inputs(64, shape, dtype)
     full = layer.run(x, residual, 4)
     for m in sizes(1, 8, 31, 2, 9, 16, 17, 32, 33, 63):
-        rows = np.arange(64 - m, 64)  # not the rows' places in the batch either
+        rows = np.arange(64 - m, 64)  # rows have other places in the batch, too
         for part, whole in zip(layer.run(x[rows], residual[rows], 4), full):
             assert np.array_equal(part, whole[rows]), f"{m} rows"
-    for m in sizes(65, 100, 128, 129, 256):  # more than a launch has
+    for m in sizes(65, 100, 128, 129, 256):  # more rows than a launch has
         rows = (np.arange(m) + 63) % 64
         for part, whole in zip(layer.run(x[rows], residual[rows], 4), full):
             assert np.array_equal(part, whole[rows]), f"{m} rows"

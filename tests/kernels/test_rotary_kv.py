@@ -184,7 +184,7 @@ def test_prefill_chunk(device: str, dtype: str) -> None:
 
 @on_devices_and_dtypes
 def test_queries_without_keys(device: str, dtype: str) -> None:
-    """The queries of a layer that reads another layer's keys are those with keys beside them."""
+    """A layer without own keys has only queries. Their bits are those of queries beside keys."""
     step = Step(lengths=[5, 70], counts=[1, 9])
     rng = np.random.default_rng(0)
     qkv = rounded(rng.standard_normal((step.num_rows, 5 * 64)), dtype)

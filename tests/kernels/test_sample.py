@@ -205,7 +205,7 @@ def test_distribution(device: str, fields: dict[str, Any]) -> None:
     expected = p[p > 0] * draws
     chi_square = float(((observed[p > 0] - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
-    # Five standard deviations above the mean.
+    # The limit is five standard deviations above the mean.
     assert chi_square <= freedom + 5 * np.sqrt(2 * freedom), f"{chi_square} for {freedom}"
 
 
@@ -281,7 +281,7 @@ PENALTIES: list[dict[str, Any]] = [
     {"use_penalties": 1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
      "frequency_penalty": 0.1, "use_bias": 1},
     {"use_bias": 1},
-    {"presence_penalty": 5.0, "repetition_penalty": 9.0},  # off: use_penalties is 0
+    {"presence_penalty": 5.0, "repetition_penalty": 9.0},  # not used, as use_penalties is 0
 ]  # fmt: skip
 FEW_PENALTIES = PENALTIES[-3:-1] if SMALL else PENALTIES
 
@@ -458,7 +458,7 @@ def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
     token_slots = [0, 1, 2] * 2
     tokens, logprobs = sample(device, logits, slots, token_slots, counts=counts, bias=bias)
     for row, result in enumerate(logprobs):
-        expected = reference.log_softmax(logits[row])  # of the raw logits
+        expected = reference.log_softmax(logits[row])  # log-probabilities of raw logits
         assert abs(result["logprob"] - expected[tokens[row]]) < 1e-4
         count = min(int(slots[token_slots[row]]["num_logprobs"]), vocab_size)
         order = np.argsort(-logits[row], kind="stable")[:count]

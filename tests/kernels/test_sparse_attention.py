@@ -182,7 +182,7 @@ def test_any_rule(lengths: list[int], count: int, group: int, rule: Rule, seed: 
     case = SparseCase(step, 2 * group, 2, 16, "float32", seed=seed, rule=rule)
     check_blocks(case, "cpu")
     found = case.blocks("cpu")
-    num_splits = (found.sum(axis=2) + 1) // 2  # of two blocks
+    num_splits = (found.sum(axis=2) + 1) // 2  # a split has two blocks
     assert num_splits.max() <= ops.max_selected_splits(**vars(rule), max_kv=step.max_kv)
 
 

@@ -59,7 +59,8 @@ class PairDrafter : public Drafter {
       for (int seq = 0; seq < batch.num_seqs; ++seq) {
         for (int i = 0; i < count; ++i) {
           const int from = seq * draft.num_tokens + i, to = seq * num_tokens + used + i;
-          const int parent = draft.parents ? draft.parents[from] : i;  // of a chain: the one before
+          // Without parents it is a chain: the parent is the token before.
+          const int parent = draft.parents ? draft.parents[from] : i;
           tokens_[to] = draft.tokens[from];
           parents_[to] = parent == 0 ? 0 : parent + used;
         }

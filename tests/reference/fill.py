@@ -16,7 +16,7 @@ UNKNOWN = math.log(0.7)
 
 @dataclasses.dataclass
 class Rates:
-    """How often tokens behind a match of n tokens were right."""
+    """Counts how often tokens behind a match of n tokens were right."""
 
     hits: list[float] = dataclasses.field(default_factory=lambda: [0.0] * (MAX_NGRAM + 1))
     trials: list[float] = dataclasses.field(default_factory=lambda: [0.0] * (MAX_NGRAM + 1))
@@ -44,7 +44,7 @@ class Rates:
 
 @dataclasses.dataclass
 class Path:
-    """The context's path, from the root on. Without tokens: there was no match."""
+    """The context's path, from the root on. It has no tokens if nothing matched."""
 
     first: int  # tokens that the draft gave
     match: int
@@ -59,7 +59,7 @@ class Node:
 
 
 def match_length(text: Sequence[int], end: int, most: int) -> int:
-    """How many tokens before `end` equal the last tokens of the text."""
+    """The number of tokens before `end` that equal the last tokens of the text."""
     n = 0
     while n < min(end, most) and text[end - 1 - n] == text[len(text) - 1 - n]:
         n += 1

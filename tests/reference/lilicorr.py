@@ -16,7 +16,7 @@ from tests.reference.numpy_drafts import rms_norm
 
 Array = npt.NDArray[Any]
 
-FEATURE_EPS = 1e-5  # of the features' LayerNorm
+FEATURE_EPS = 1e-5  # eps of the features' LayerNorm
 
 
 def log_softmax(x: Array) -> Array:

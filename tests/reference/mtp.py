@@ -27,7 +27,7 @@ class MtpSequence:
     cached: Sequence[int]
     num_shared: int
     window: int
-    levels: Sequence[Sequence[Candidate]]  # of the draft; () for a prompt
+    levels: Sequence[Sequence[Candidate]]  # levels of the draft; () for a prompt
     following: Sequence[int]  # the next token, or the chunk
 
     @property

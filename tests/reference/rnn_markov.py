@@ -20,8 +20,8 @@ class RnnMarkov:
     root: Array  # [r] W1's row of the root
     predecessors: Array  # [D, K, r] W1's rows of the candidates
     successors: Array  # [D, K, r] W2's rows of the candidates
-    inputs: Array  # [D, 3 r] the weights' columns of the hidden states times these, plus bias
-    weight: Array  # [3 r, 2 r] of the state and of the token before
+    inputs: Array  # [D, 3 r] columns for the hidden states times these states, plus bias
+    weight: Array  # [3 r, 2 r] columns for the state and for the token before
 
     @functools.cached_property
     def _steps(self) -> dict[tuple[int, ...], tuple[Array, Array]]:

@@ -71,7 +71,7 @@ VISION: dict[str, Any] = {
 def hybrid_config(
     family: str, dtype: str, base: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A config.json; `overrides` are of the language model, None removes a key."""
+    """A config.json. `overrides` change keys of the language model; None removes a key."""
     text = {**base, **SIZES, "torch_dtype": dtype}
     del text["rope_theta"]
     if family == "qwen3_next":

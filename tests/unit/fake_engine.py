@@ -30,7 +30,7 @@ class _Slot:
         self.finished = False
         self.prompt = list(prompt)
         self.read = 0  # prompt tokens in the cache
-        self.position = 0  # of the next token to emit; 0: prompt not read
+        self.position = 0  # position of the next token to emit; 0: prompt not read
         self.pages = 0
 
 

@@ -13,7 +13,7 @@ from cpmcu.engine.prefix.disk import DiskStore
 
 PAGE, STATE = 20_000, 3_000
 FINGERPRINT = "0123456789abcdef" * 2
-FILE = 24_096  # of a page without a state: its header takes 4,096 bytes
+FILE = 24_096  # bytes of a page's file without a state; the header takes 4,096
 ROOMY = 1 << 30
 
 

@@ -103,7 +103,7 @@ def test_ctrl_c_in_a_pass_ends_a_benchmark(capsys: pytest.CaptureFixture[str]) -
     with progress.prefill(100):
         progress._interrupted()
         with pytest.raises(InterruptedError):
-            progress.read(50, 100)  # by the engine's thread
+            progress.read(50, 100)  # as the engine's thread does
     assert capsys.readouterr().err == "stopping after this pass\n"
 
 
@@ -273,7 +273,8 @@ def test_layers_of_a_block_draft(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drafts that read other layers emit the same tokens; what has no such layer is left out."""
+    """Drafts that read other layers emit the same tokens. Models without these layers are left
+    out."""
     extension_or_skip()
     monkeypatch.setattr(drafters, "REPEATS", 1)
     requests = {kind: found[:1] for kind, found in drafters.PROMPTS.items()}

@@ -231,7 +231,7 @@ def test_a_prefix_of_a_lilicorr_block(target: TinyCheckpoint, tmp_path: Path) ->
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_rows_of_a_domino_head(shifted: bool, target: TinyCheckpoint, tmp_path: Path) -> None:
-    """All tokens but one: the last row, or the root's row, does not predict."""
+    """All rows but one predict. The exception is the last row, or the root's."""
     made = write_block(tmp_path, "domino", target, dflash_config={"shift_label": shifted})
     drafter, states = network(target, made)
     rows = drafter.block(drafter.embedded(ROOT), drafter.context(states))

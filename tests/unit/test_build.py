@@ -66,7 +66,7 @@ def build(tree: Path, environment: dict[str, str]) -> subprocess.CompletedProces
 
 
 def config(environment: dict[str, str], **further: str) -> tuple[list[str], str]:
-    """The architectures, and the line below the configuration: why the build is for the CPU."""
+    """The architectures, and the last line, which may say why the build is for the CPU."""
     command = [sys.executable, "setup.py", "config"]
     done = subprocess.run(
         command, cwd=ROOT, env={**environment, **further}, capture_output=True, text=True

@@ -77,7 +77,7 @@ def expected(tiny: TinyGptq, group_size: int, rename: Callable[[str], str]) -> d
                 group = [module.replace(name, f"{part}_proj") for part in names]
                 module = layer + fused
         blocks = [tuple(np.concatenate(a, axis=1) for a in zip(*map(tiny.linears.get, group)))]
-        if module == "model.fc":  # an EAGLE head's: halves of K
+        if module == "model.fc":  # an EAGLE head's fc is packed in halves of K
             (q, scales), half = blocks[0], len(blocks[0][0]) // 2
             blocks = [(q[:half], scales[: half // 128]), (q[half:], scales[half // 128 :])]
         packed = [(marlin_words(q), marlin_scales(s, group_size)) for q, s in blocks]

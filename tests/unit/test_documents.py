@@ -60,7 +60,7 @@ TERMS = {
     r"\bis_shown\b|\bkeep_shown\b|\bkept_tokens?\b": "is_special, keep_special_tokens",
     r"\bkNotYet\b": "ready flag",
 }
-# These are plain English elsewhere: a cell of a printed table, digits of a number.
+# Outside the engine these words are right: a cell of a printed table, digits of a number.
 TERMS_OF_THE_ENGINE = {
     r"\bcells?\b": "KV entry, position",
     r"\btold\b": "ready flag",

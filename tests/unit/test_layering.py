@@ -14,7 +14,7 @@ SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 TYPE = r"\b(?:class|struct|enum class|enum|union)\s+(?:alignas\([^()]*\)\s*)?(\w+)"
 DEFINED = re.compile(TYPE + r"\s*(?:final\s*)?(?::(?!:)[^;{}]*)?\{")
-# Of a type that is not defined here, or in passing: `void flush(class Queue& queue)`.
+# Names a type of another file. A parameter may do so: `void flush(class Queue& queue)`.
 NAMED = re.compile(TYPE + r"\s*[;&*]")
 
 

@@ -277,7 +277,7 @@ def test_layers_without_a_window() -> None:
     for family in ("qwen2", "qwen3"):
         expected = build(tiny_config(family))
         assert build(tiny_config(family, **window, max_window_layers=2)) == expected
-        assert build(tiny_config(family, **window)) == expected  # from layer 28 on
+        assert build(tiny_config(family, **window)) == expected  # layers from 28 on have windows
         full = ["full_attention"] * 2
         assert build(tiny_config(family, **window, max_window_layers=0, layer_types=full))
 

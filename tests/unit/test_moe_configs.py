@@ -112,7 +112,7 @@ def test_names_of_single_experts() -> None:
         "model.layers.0.mlp.experts.0.down_proj.qweight",
         "model.layers.0.mlp.gate.weight",
         "model.layers.1.mlp.gate_proj.weight",
-        "model.layers.1.mlp.experts.9.up_proj.weight",  # of a dense layer: not used
+        "model.layers.1.mlp.experts.9.up_proj.weight",  # layer 1 is dense, so not used
     ):
         (piece,) = expert_names(name, fields)
         assert (piece.name, piece.first_row, piece.num_rows) == (name, 0, None)

@@ -30,7 +30,7 @@ class PoolAndModel(RuleBasedStateMachine):
         self.owners = [0] * num_pages
         self.free = set(range(num_pages))
         self.waiting: dict[int, int] = {}  # page -> steps that were launched before its release
-        self.reads: list[set[int]] = []  # of each step that was launched
+        self.reads: list[set[int]] = []  # pages that each launched step reads
         self.done = 0  # number of steps that are done
 
     def owned(self) -> list[int]:

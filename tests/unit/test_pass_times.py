@@ -101,12 +101,12 @@ def test_slow_passes_shorten_the_next_ones():
         times.observe(512, 10.0)
     assert times.room([5000]) == FEWEST
     times = timed()
-    times.observe(FEWEST - 1, 100.0)  # few tokens say nothing about longer passes
+    times.observe(FEWEST - 1, 100.0)  # a pass of few tokens does not limit longer ones
     assert times.room([5000]) > FEWEST
 
 
 def test_no_pass_is_much_longer_than_timed_ones():
-    """Times of short passes, or of passes that seem to take no time, promise nothing."""
+    """Short passes, and passes that seem to take no time, do not change the estimate."""
     times = PassTimes(0.040)
     times.observe(100, 0.0)
     assert times.room([5000]) <= 256

@@ -102,7 +102,7 @@ def test_another_page_at_the_place_is_refused(
     asked = list(stored)
     asked[part] = identity(9)[part]
     store.write(*stored, pattern(1, PAGE))
-    if part == 0:  # a file under another name
+    if part == 0:  # the file has another key's name
         os.replace(file_of(tmp_path, 1), file_of(tmp_path, 9))
     assert not store.read(*asked, memoryview(bytearray(PAGE)))
     (line,) = warnings(caplog)

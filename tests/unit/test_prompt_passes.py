@@ -93,7 +93,7 @@ def running(turns: Turns, key: int) -> Job:
         ([50, 3], 8, [5, 3]),
         ([50, 30], 8, [2, 6]),  # the shortest first, a quarter for the oldest
         ([50, 30, 4], 8, [2, 2, 4]),
-        ([50, 6, 6], 8, [2, 6, 0]),  # of equals, the one that came first
+        ([50, 6, 6], 8, [2, 6, 0]),  # if two are equal, the one that came first
         ([1, 50], 8, [1, 7]),
         ([50, 50], 1, [1, 0]),
     ],

@@ -217,7 +217,7 @@ def test_acceptance_is_counted_by_step(start):
 
 
 def test_drafted_tokens_are_those_of_the_longest_path(start):
-    """MTP modules with branches compute more tokens again than a step emits."""
+    """A step of MTP modules with branches has more tokens than the longest path."""
     engine = FakeEngine(script, burst=4, device_stops=True)
     engine.tokens_per_step = 7
     runner = start(engine, draft_depth=3)
@@ -399,7 +399,7 @@ def test_preemption_changes_no_text(start):
 def test_a_single_sequence_out_of_pages_ends(start, caplog):
     engine = FakeEngine(script, num_pages=10)
     runner = start(engine)
-    engine.num_free_pages = 3  # as if another program used the others
+    engine.num_free_pages = 3  # as if the other pages were taken
     job = Job(prompt_length=5, max_tokens=20)
     with caplog.at_level(logging.WARNING, "cpmcu"):
         runner.submit(job.request)

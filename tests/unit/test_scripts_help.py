@@ -44,7 +44,7 @@ def test_a_missing_package_is_named():
 
 
 def test_the_server_names_a_missing_package_before_it_loads():
-    """One sentence: a model whose loading is given up would give a second error."""
+    """The only message is one sentence. A model given up while it loads would add another."""
     for package in ("fastapi", "prometheus_client"):
         code = "import sys; sys.modules[sys.argv[1]] = None; from cpmcu.server import main; "
         code += "sys.exit(main(['--port', '0']))"
@@ -65,7 +65,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
 def test_help_of_an_example(script: Path, tmp_path: Path):
-    """No example takes --help for an argument, and none needs a package for it."""
+    """Each example prints its help, without the packages that it needs to run."""
     (tmp_path / "openai.py").write_text("raise ModuleNotFoundError(name='openai')")
     done = subprocess.run(
         [sys.executable, script, "--help"],

@@ -244,7 +244,7 @@ def test_common_experts_need_their_embeddings(tmp_path: Path) -> None:
         ("qwen2.5-7b", 7.62),
         ("gemma4-31b", 30.7),
         ("nemotron-3-nano", 31.58),
-        ("nemotron-3-super", 123.6),  # of which the MTP head has 2.9
+        ("nemotron-3-super", 123.6),  # 2.9 of them in the MTP head
     ],
 )
 def test_parameter_counts_of_real_models(preset: str, billions: float) -> None:

@@ -140,7 +140,7 @@ def test_tables_of_an_mtp_head_with_synthetic_acceptance(
     assert (embedding @ head.T).argmax(1).tolist() == pair.next_token.tolist()
     found = (x @ head.T).argmax(1) == pair.next_token
     differing = np.flatnonzero(found != pair.accepted)
-    # With acceptance 0, the draft is right after one token, and after those with its embedding.
+    # With acceptance 0, the draft is right only after one token and others with its embedding.
     assert differing.size == 0 or (acceptance == 0 and len(set(pair.embed_rows[differing])) == 1)
     assert found.mean() == pytest.approx(acceptance, abs=0.05)
     # If the draft's first choice is wrong, its next three choices are wrong, too, but for chance.

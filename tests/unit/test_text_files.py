@@ -1,4 +1,4 @@
-"""Texts that a user names: files, pipes and devices are read up to a limit."""
+"""Files, pipes and devices that a user names are read up to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Texts of calls with small mistakes that models make: a call, and no debris beside it."""
+"""Texts of calls with small mistakes that models make: they are calls, and no mark of them stays in
+the text."""
 
 from __future__ import annotations
 

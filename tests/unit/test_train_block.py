@@ -196,7 +196,7 @@ def test_anchors_are_spread_and_distinct(recipe: SimpleNamespace, tmp_path: Path
 
 
 def walk(recipe: SimpleNamespace, head: Any, target: Any, text: list[int]) -> list[int]:
-    """The chain after `text`: the best of the likeliest tokens of each row."""
+    """The chain after `text`: at each row the best of the likeliest tokens, by corrected logits."""
     import torch
 
     ids = torch.tensor([text])

@@ -16,7 +16,7 @@ from typing import Protocol
 Shape = tuple[int, int]  # drafted levels, nodes with the root
 PLAIN: Shape = (0, 1)
 SHAPES: list[Shape] = [PLAIN, (1, 2), (2, 8), (4, 8), (4, 24)]
-RECOVERY = 0.6  # a drafted step keeps this share of what plain steps cost in acceptance
+RECOVERY = 0.6  # share of lost acceptance that is left after a drafted step
 
 
 class Policy(Protocol):
@@ -55,7 +55,7 @@ class World:
     seconds: Callable[[Shape, int], float]
     acceptance: Callable[[int], float]  # rate of the likeliest token, by tokens of the run
     tree_gain: float = 0.0  # how much a wide level helps: 0 as a chain
-    slow_first: tuple[float, ...] = (2.0, 1.0)  # more that the first uses of a shape take
+    slow_first: tuple[float, ...] = (2.0, 1.0)  # additional time of first uses of a shape
     jitter: float = 0.03  # standard deviation of a measured time, as a share of it
     spikes: float = 0.01  # steps that the clock sees last up to four times as long
     hole: float = 0.4  # acceptance rate lost right after plain steps

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cpmcu.drafters.options import DrafterOptions, fallback_options
 from cpmcu.options import option
 
-# As in csrc/kernels/tree/tree.h.
+# The limits of csrc/kernels/tree/tree.h.
 MAX_TREE_SIZE = 64
 MAX_DRAFT_DEPTH = 16
 MAX_DRAFT_TOPK = 32

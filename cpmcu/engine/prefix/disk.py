@@ -237,7 +237,8 @@ class DiskStore:
             try:
                 size, has_state = read_page(fd, name, page, state, self._state_bytes)
                 used = self._now()
-                with contextlib.suppress(OSError):  # of another user, or on a read-only disk
+                # The file may be another user's, or the disk read-only.
+                with contextlib.suppress(OSError):
                     os.utime(fd, ns=(used, used))
             finally:
                 os.close(fd)

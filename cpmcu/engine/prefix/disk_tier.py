@@ -175,7 +175,7 @@ class DiskTier:
                 read.found = self._store.read_found(
                     entry.key, read.parent, entry.tokens, page, state
                 )
-            except Exception:  # a bug: for errors of the disk the store returns False
+            except Exception:  # only a bug: if the disk fails, the store returns False
                 logger.exception("prefix cache: a page could not be read")
             self._finished.append(read)
         if len(self._finished) >= len(self._reads):

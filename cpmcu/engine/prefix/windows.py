@@ -54,8 +54,8 @@ class WindowPages:
         """
         can_end = [True] * (len(entries) + 1)
         for group in self._groups:
-            # `absent`: the last entry so far that is not on the device. `missing`: what `absent`
-            # was at the last entry that is not in host memory.
+            # `absent`: the last entry so far that is not on the device. `missing`: the value of
+            # `absent` when an entry was last missing in host memory.
             absent = missing = -1
             for count, entry in enumerate(entries, 1):
                 if self.page_of(entry, group) < 0:

@@ -81,7 +81,7 @@ class GgufCheckpoint:
         for tensor in header.tensors.values():
             if tensor.name not in _IN_CONFIG:
                 self._sources |= _named(tensor)
-        self._factors = {  # of NVFP4, a tensor beside the weight
+        self._factors = {  # NVFP4 has a factor in a tensor beside the weight
             module: self._sources.pop(f"{module}.scale")
             for module in [name.removesuffix(".weight") for name in self._sources]
             if f"{module}.scale" in self._sources

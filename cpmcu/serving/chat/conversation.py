@@ -192,7 +192,7 @@ def _one(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _join_thoughts(messages: Sequence[dict[str, Any]]) -> bool:
-    """Makes the text before calls the end of the reasoning. False: no message has both."""
+    """Moves text before calls to the end of the reasoning. False: no message has both."""
     both = [m for m in messages if m.get("tool_calls") and m.get("thinking") and m.get("content")]
     for message in both:
         text = joined(message)["content"]
@@ -218,7 +218,7 @@ def _continued(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]
 ) -> str:
     """Returns the prompt up to the end of the last message, without the end of its turn."""
-    mark = f"{uuid.uuid4().hex} "  # its space is missing if the template trims messages
+    mark = f"{uuid.uuid4().hex} "  # a template that trims messages removes its space
     message = joined(messages[-1])
     last = message.get("content") or ""
     marked = [*messages[:-1], {**message, "content": last + mark}]

@@ -34,7 +34,7 @@ class Authentication:
         await error.response(scope["path"])(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        headers = dict(reversed(scope["headers"]))  # of several, the first counts
+        headers = dict(reversed(scope["headers"]))  # if a header occurs twice, the first counts
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = [key.strip() if scheme.lower() == b"bearer" else b""]
         given.append(headers.get(b"x-api-key", b"").strip())

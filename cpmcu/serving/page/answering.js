@@ -10,7 +10,7 @@ class Answering {
   constructor(conversation, turn, changed) {
     Object.assign(this, { conversation, turn, changed });
     this.controller = new AbortController();
-    this.tokensBefore = turn.numbers?.tokens ?? 0;  // of the part that "Go on" continues
+    this.tokensBefore = turn.numbers?.tokens ?? 0;  // tokens of the part that "Go on" continues
     this.came = false;     // true once a token has arrived
     this.progress = "";    // text shown during prefill
     this.refusal = null;

@@ -2,7 +2,7 @@
 // Code blocks: language, copy button, and colours by highlight.js, which are added in idle time.
 
 const MOST_COLOURED = 16000;  // characters of a block; the rest stays plain
-const MOST_GROWING = 4000;    // of a block that still grows
+const MOST_GROWING = 4000;    // the same for a block that still grows
 const STILL = 400;            // ms without a change, after which a block no longer grows
 
 hljs.registerAliases(["cuda", "cu"], { languageName: "cpp" });

@@ -1,5 +1,5 @@
 "use strict";
-// The context meter: tokens of the branch that is shown, of the model's longest sequence.
+// The context meter: tokens of the branch that is shown, and of the model's longest sequence.
 
 const NEARLY_FULL = 0.9;
 

@@ -56,7 +56,7 @@ class Markdown {
 
 /** Returns the outermost blocks of a text: {begin, source, tokens}. */
 function blocksOf(text) {
-  const starts = [0];  // of lines
+  const starts = [0];  // where lines begin
   for (let at = text.indexOf("\n"); at >= 0; at = text.indexOf("\n", at + 1)) starts.push(at + 1);
   const blocks = [];
   for (const token of parser.parse(text, {})) {

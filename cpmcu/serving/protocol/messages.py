@@ -209,7 +209,7 @@ class MessagesRequest(CountRequest, SamplingRequest):
 
     @property
     def thinking_shown(self) -> ThinkingShown:
-        """How much of the reasoning the response contains."""
+        """Tells how the response shows the reasoning."""
         if self.thinking is None or self.thinking.type != "disabled":
             omitted = self.thinking is not None and self.thinking.display == "omitted"
             return "empty" if omitted else "whole"

@@ -30,7 +30,7 @@ from cpmcu.text.token_text import TokensUpTo
 
 router = APIRouter(tags=["generation"])
 
-_BARE = 3  # number of members of a streamed choice without content
+_BARE = 3  # a streamed choice without content has so many members
 
 
 @router.post(

@@ -62,7 +62,7 @@ class MistralParser(JsonCallParser):
         self.end_call()
 
     def _word(self) -> Steps[str | None]:
-        """Reads a name or an id. None: none is there, or its end is not."""
+        """Reads a name or an id. None: there is none, or it has no end."""
         while True:
             head = self._text[self._at : self._at + MAX_NAME]
             match = _WORD.match(head)

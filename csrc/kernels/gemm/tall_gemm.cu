@@ -37,7 +37,7 @@ constexpr bool kHasAllStages = true;  // shared memory has room for kMaxStages
 #else
 constexpr bool kHasAllStages = false;
 #endif
-constexpr int kArrivalsOfCopies = kHasEngine ? 1 : 32;  // at the barrier of a stage
+constexpr int kArrivalsOfCopies = kHasEngine ? 1 : 32;  // arrivals at the barrier of a stage
 
 struct TallArgs {
   // For TMA, 64 k a box; tile_map: all tiles of a CTA but the last, last_map: the last

@@ -29,7 +29,7 @@ struct Choice {
 // The logits of tokens in memory, written by an earlier launch.
 struct StoredLogits {
   const float* logits;
-  int64_t stride;  // from one token to the next
+  int64_t stride;  // elements from one token to the next
 
   template <int kTokens, int kHeld>
   __device__ __forceinline__ void load(float (&held)[kTokens][kHeld], const int (&tokens)[kTokens],

@@ -59,7 +59,7 @@ struct RouterArgs {
 // Logits that other CTAs send.
 struct SentLogits {
   const uint64_t* messages;
-  int stride;  // from one token to the next
+  int stride;  // elements from one token to the next
   uint32_t launch;
 
   template <int kTokens, int kHeld>
@@ -128,7 +128,7 @@ __device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows, co
   ptx::cp_async_wait<0>();
   __syncthreads();
   if (exists) {
-    float own = 0;  // of warp `lane` of rms_norm
+    float own = 0;  // the sum of warp `lane` of rms_norm
 #pragma unroll 4
     for (int i = 0; i < args.norm_warps; ++i) {
       const int column = (i * 32 + lane) * 8;

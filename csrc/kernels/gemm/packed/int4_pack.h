@@ -12,8 +12,9 @@ enum class Int4Format : int {
   kGptqV2,      // the same, qzeros hold z
   kAwq,         // qweight [K, N/8]: nibble i is n = 8 column + {0, 2, 4, 6, 1, 3, 5, 7}[i]; qzeros
                 // [G, N/8] likewise; scales [G, N]
-  kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
-                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holds z + 8
+  kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i and holds w + 8;
+                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i and holds
+                // z + 8
   kMarlin,      // tiles of 16 k x 64 n [K/16, 2N]; scales [G, N], permuted; channel-wise scales
                 // (G = 1, K > 128) have another permutation (docs/kernels/int4_files.md)
 };

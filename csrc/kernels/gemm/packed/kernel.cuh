@@ -202,7 +202,7 @@ void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
     args.first_m16_tile[i] = static_cast<uint8_t>((kM16Tiles * i + args.slices - 1) / args.slices);
   }
   const bool sends = clusters && args.slices > 1;
-  const int max_m16_tiles = (kM16Tiles + args.slices - 1) / args.slices;  // in a CTA
+  const int max_m16_tiles = (kM16Tiles + args.slices - 1) / args.slices;  // largest number in a CTA
   const int receive_bytes = sends ? args.slices * max_m16_tiles * kGroups * kGroupBytes : 0;
   // A CTA takes nearly all shared memory of an SM.
   int threads = kAllThreads<Mma, kGroups>;

@@ -62,7 +62,7 @@ struct PackedLayout {
     return codes == Codes::kInt4 || codes == Codes::kE2m1 || codes == Codes::kK4 ? 4 : 8;
   }
   int64_t code_bytes() const { return kPackedRows * kPackedK * bits() / 8; }
-  int groups() const { return group == 0 ? 1 : kPackedK / group; }  // in a row of a block
+  int groups() const { return group == 0 ? 1 : kPackedK / group; }  // groups in a row of a block
   int record_bytes() const {                                        // only for kK4 and kK8
     return codes == Codes::kK4 && halves ? 2 * groups() : 2 + groups();
   }

@@ -58,9 +58,10 @@ constexpr int64_t part_row(int64_t row, int64_t first_row, bool interleaved, int
   return interleaved ? row % (n / 2) * 2 + row / (n / 2) : row - first_row;
 }
 
-// Quantises dense rows to 15 levels (two planes: 239), with one scale for 128 k of a row: the
-// largest magnitude / 7 (/ 119). w is int4 without zero points. If there is an index, row i of W is
-// row index[i] of x. The rows of x for a gated W are those of gate, then those of up.
+// Quantises dense rows to 15 levels, or 239 with two planes. The 128 k of a row have one scale: the
+// largest magnitude / 7, or / 119 with two planes. w is int4 without zero points. If there is an
+// index, row i of W is row index[i] of x. The rows of x for a gated W are those of gate, then those
+// of up.
 struct PackedQuantizeParams {
   PackedWeight w;
   Tensor x;                    // [rows, K] float16 or bfloat16, on the CPU also float32

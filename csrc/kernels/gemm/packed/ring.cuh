@@ -9,7 +9,7 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kMaxStages = 12;
-// Room for a block; keeps x aligned.
+// Bytes for a block, rounded up so that x stays aligned.
 template <typename Unpacker>
 constexpr int kBlockRoom = (Unpacker::kBlock + Unpacker::kExtraBytes + 1023) / 1024 * 1024;
 

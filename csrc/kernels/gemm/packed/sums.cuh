@@ -46,9 +46,9 @@ constexpr bool has_clusters(int capability) { return capability >= 90 && capabil
 #define CPMCU_SLICE_CLUSTERS
 #endif
 
-// Arrivals of a consumer warp at a barrier: one a warp, or one a lane. One a lane makes small
-// matrices 2 % faster at 32 and 64 rows, and up to 6 % slower at fewer. NOTE: with one a warp,
-// racecheck reports accesses before the arrival that it cannot order.
+// Arrivals of a consumer warp at a barrier: one in all, or one for each lane. One for each lane
+// makes small matrices 2 % faster at 32 and 64 rows, and up to 6 % slower at fewer. NOTE: with one
+// in all, racecheck reports accesses before the arrival that it cannot order.
 template <int kGroups>
 constexpr int kArrivals = kGroups <= 2 ? 1 : 32;
 template <int kGroups>
