@@ -119,7 +119,7 @@ class FlagParser(argparse.ArgumentParser):
                 continue
             name, flag = action.dest, self._given.get(action.dest)
             if flag is None and "speculative_config" in self._given and name.startswith("spec_"):
-                continue  # it may come from the JSON
+                continue  # the field may come from the JSON
             pattern = rf"\b{name}\b" if "_" in name else rf"^{name}(?=(\[\d+\])? (is|holds) )"
             flag = flag or action.option_strings[0]
             message = re.sub(rf"(?<!-)(?<!\.json: ){pattern}(\[\d+\])?", flag, message)

@@ -34,7 +34,7 @@ ops = C.ops
 DIM = 128
 KEY_HEADS = 16
 MOST_NODES = 64
-SLOTS = 64  # their states do not fit into the L2 cache, and a step has at most as many sequences
+SLOTS = 64  # states of so many do not fit into the L2 cache; also the largest number of sequences
 CHUNK = 2048
 
 

@@ -179,7 +179,7 @@ class Lessons:
             if len(self.recent) == 10:
                 if float(torch.stack(self.recent).mean()) < LEARNED:
                     texts.length = min(2 * texts.length, texts.longest)
-                    set_rule(self.model.model, RULE)  # it leaves texts of dense_len dense
+                    set_rule(self.model.model, RULE)  # the rule leaves texts of dense_len dense
                     print(f"texts of {texts.length} tokens", flush=True)
                 self.recent.clear()
         return value

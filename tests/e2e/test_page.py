@@ -204,7 +204,7 @@ def test_key(driver, limited):
     page.type("x = \n")
     page.answered(1)
     page.reload()
-    page.ready()  # it is kept, but for this tab only
+    page.ready()  # the key is kept, but for this tab only
     kept = "return [sessionStorage, localStorage].map((each) => Object.values(each).join())"
     here, everywhere = page.run(kept)
     assert "second" in here

@@ -73,7 +73,7 @@ def test_usage_says_what_was_cached(client):
     assert cached(last) == 2 * PAGE
     several = complete(client, prompt=[PROMPT, [9, *PROMPT], PROMPT[: PAGE + 1]], n=2)
     assert cached(several) == 2 * PAGE + 0 + PAGE  # each prompt counts once
-    assert cached(complete(client, prompt=PROMPT[:PAGE])) == 0  # its last token is computed
+    assert cached(complete(client, prompt=PROMPT[:PAGE])) == 0  # the last token is computed
 
 
 def test_the_second_turn_of_a_chat_is_a_hit(client):

@@ -108,7 +108,7 @@ def test_names_that_lead_to_this_machine(server, host):
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "[::1]:80", "a.localhost"])
 def test_names_of_this_machine(server, limited, host):
     assert server.get("/v1/models", Host=host).status_code == 200
-    assert limited.get("/health", Host="any.example").status_code == 200  # it needs a key
+    assert limited.get("/health", Host="any.example").status_code == 200  # it has keys
 
 
 def test_a_socket_instead_of_a_port(tmp_path):

@@ -25,7 +25,7 @@ CASES = [
         {"min_tokens": 17, "grammar": Grammar.regex("[a-z ]+")},
         {"min_tokens": 17, "grammar": Grammar.choice(["yes", "no"])},
         {"min_tokens": 11, "stop_token_ids": [203, 282], "stop": ["e"]},
-        {"max_tokens": 20, "logit_bias": None},  # these are launched ahead
+        {"max_tokens": 20, "logit_bias": None},  # steps of this one are launched ahead
     )
 ]
 

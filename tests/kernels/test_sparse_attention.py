@@ -230,7 +230,7 @@ def check_attention(case: SparseCase, name: str, device: str) -> None:
     wanted = np.empty_like(found)
     for row in range(case.step.num_rows):
         seq, position = case.step.token_seqs[row], int(case.step.positions[row])
-        entries = case.entries(row)  # those that the token sees, in the order of positions
+        entries = case.entries(row)  # entries that the token sees, in the order of positions
         q = case.qkv[row].reshape(-1, case.head_dim)[: case.num_heads]
         k, v = case.k[seq][entries], case.v[seq][entries]
         chosen = blocks[row, :, : position // PAGE + 1]

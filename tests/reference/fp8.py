@@ -25,7 +25,7 @@ def nearest(x: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     x = np.asarray(x, np.float64)
     magnitude = np.abs(x)
     low, high = (np.searchsorted(_BETWEEN, magnitude, side=side) for side in ("left", "right"))
-    code = np.where(low % 2 == 0, low, high)  # they differ only in the middle of two values
+    code = np.where(low % 2 == 0, low, high)  # low and high differ only in the middle of two values
     return (code | np.signbit(x).astype(np.int64) << 7).astype(np.uint8)
 
 

@@ -43,7 +43,7 @@ class MtpSequence:
         return [*self.cached, *self.following, *drafted]
 
     def rows(self, module: int) -> list[Row]:
-        """The rows of a module. A row joins a branch if its id is one of the last `module`."""
+        """The rows of a module. The last `module` positions have a row for each branch."""
         length = len(self.cached)
         first, branched = length - self.num_rows, max(length - module, length - self.num_rows)
 

@@ -30,7 +30,7 @@ def outcome(folder: Path, value: str) -> str:
     (folder / "test_module.py").write_text(MODULE)
     (folder / "test_tests.py").write_text(TESTS)
     environment = {"PYTHONPATH": python_path(ROOT), "CPMCU_REQUIRE_ALL": value}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds to load
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)]
     command += ["--continue-on-collection-errors"]

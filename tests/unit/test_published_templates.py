@@ -101,7 +101,7 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
         if found == expected:
             continue
         wanted = {"parts": ("A", "B"), "system": ("be-kind",)}
-        texts = () if "guard" in name else wanted.get(conversation, ())  # it judges turns
+        texts = () if "guard" in name else wanted.get(conversation, ())  # a guard judges turns
         assert (
             expected is None
             or any(text in expected for text in PYTHON_TEXT)

@@ -98,7 +98,7 @@ function blockFormula(state, start, end, silent) {
   const token = state.push("formula", "", 0);
   token.block = true;
   token.map = [start, Math.min(next + 1, end)];
-  token.hidden = closing < 0;  // it has not ended yet
+  token.hidden = closing < 0;  // the formula has not ended yet
   token.content = closing < 0 ? source : source.slice(2, -2);
   token.markup = mark;
   state.line = Math.min(next + 1, end);

@@ -153,7 +153,7 @@ class CountRequest(RequestModel):
     def check_extra(self) -> None:
         """Logs unknown fields once. Raises ApiError (400) for a field that changes the output.
 
-        404: the request continues a thread, so it has new messages alone.
+        Raises ApiError (404) for a request that continues a thread: it has only new messages.
         """
         if self.thread is not None and self.thread.type == "continue":
             raise ApiError(

@@ -176,7 +176,7 @@ class ResponseRun:
         running = self._is_open
         status = self._status
         if status == "queued" and self.generation.requests[0].cached_tokens is not None:
-            status = "in_progress"  # its prompt is read
+            status = "in_progress"  # the engine has begun to read its prompt
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         found = {
             **self._frame,
