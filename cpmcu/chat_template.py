@@ -219,7 +219,7 @@ def _in_files(directory: Path) -> dict[str, str]:
 
 
 def _in_config(stated: Any) -> dict[str, str]:
-    """Returns tokenizer_config.json's templates by name. Raises ChatTemplateError for others."""
+    """Returns tokenizer_config.json's templates by name. Other types raise ChatTemplateError."""
     if not stated or isinstance(stated, str):
         return {"default": stated} if stated else {}
     pairs: list[tuple[Any, Any]] = [(None, None)]
