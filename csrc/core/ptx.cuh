@@ -513,6 +513,10 @@ __device__ __forceinline__ uint4 load_relaxed16(const void* from) {
   return v;
 }
 
+// Stores 8 bytes. From C++ the compiler may make two stores of 4 bytes.
+__device__ __forceinline__ void store_global8(float* to, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+}
 // 8 bytes as one access: a reader sees all of them or none.
 __device__ __forceinline__ void store_relaxed8(uint64_t* to, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");

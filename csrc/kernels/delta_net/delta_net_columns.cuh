@@ -10,6 +10,7 @@
 //   o = decay b + (k^T q) d                         k^T q is prepared with k and q
 #pragma once
 
+#include "core/ptx.cuh"
 #include "kernels/delta_net/gated_delta_net.h"
 
 namespace cpmcu::cuda::delta_net {
@@ -86,21 +87,27 @@ struct Columns {
 
   // ---- a tile in global memory: [128, 8]
 
+  // Place of the lane's first two numbers. Others are 64 floats apart. NOTE: if the compiler knew
+  // that the lower bits of `place` are free, it would compute each address by itself.
+  static __device__ __forceinline__ int first_place(int lane) {
+    int place = lane % 8 * kTile + lane / 8 * 2;
+    ptx::opaque(place);
+    return place;
+  }
   __device__ __forceinline__ void load_from(const float* tile, int lane) {
+    const float* const first = tile + first_place(lane);
 #pragma unroll
     for (int j = 0; j < kLaneRows; ++j) {
-      const float2 v = *reinterpret_cast<const float2*>(tile + tile_offset(j, lane));
+      const float2 v = *reinterpret_cast<const float2*>(first + 8 * j * kTile);
       s[j][0] = v.x, s[j][1] = v.y;
     }
   }
   __device__ __forceinline__ void store_to(float* tile, int lane) const {
+    float* const first = tile + first_place(lane);
 #pragma unroll
     for (int j = 0; j < kLaneRows; ++j) {
-      *reinterpret_cast<float2*>(tile + tile_offset(j, lane)) = make_float2(s[j][0], s[j][1]);
+      ptx::store_global8(first + 8 * j * kTile, s[j][0], s[j][1]);
     }
-  }
-  static __device__ __forceinline__ int tile_offset(int j, int lane) {
-    return (8 * j + lane % 8) * kTile + lane / 8 * 2;
   }
 
   // ---- a copy in shared memory, for the branches of a tree
