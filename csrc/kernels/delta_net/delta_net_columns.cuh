@@ -1,8 +1,9 @@
 // The recurrence of gated_delta_net.cu: 8 columns of S in the registers of a warp.
 //
-// Lane l has rows g, g + 8, …, g + 120 of columns 2 p and 2 p + 1, where g = l % 8 and p = l / 8.
-// One token takes about 190 instructions. The critical path from a token to the next has three
-// shuffles:
+// A lane has rows g, g + 8, …, g + 120 of columns 2 p and 2 p + 1. Bits 0, 1 and 4 of its number
+// are g, bits 2 and 3 are p. So 16 lanes read 128 contiguous bytes of a tile, without bank
+// conflicts. One token takes about 190 instructions. The critical path from a token to the next has
+// three shuffles:
 //
 //   a = S^T k, b = S^T q                            both of the S before the token
 //   d = beta (v - decay a)
@@ -25,6 +26,9 @@ constexpr int kTileFloats = kDim * kTile;
 // channels as four float4. Neither these loads nor the stores of store_key have bank conflicts.
 constexpr int kKeyFloats = 4 * 36;
 constexpr int kProductAt = 32;  // place of k^T q, in a gap between the channels of q
+
+__device__ __forceinline__ int rows_of(int lane) { return lane % 4 + lane / 16 * 4; }  // g
+__device__ __forceinline__ int pair_of(int lane) { return lane / 4 % 4; }              // p
 
 // Stores channels 4 lane .. 4 lane + 3.
 __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int lane) {
@@ -50,16 +54,19 @@ struct Operands {
                                                    int lane) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float4 of = *reinterpret_cast<const float4*>(keys + m * 36 + lane % 8 * 4);
+      const float4 of = *reinterpret_cast<const float4*>(keys + m * 36 + rows_of(lane) * 4);
       x[4 * m] = of.x, x[4 * m + 1] = of.y, x[4 * m + 2] = of.z, x[4 * m + 3] = of.w;
     }
   }
   __device__ __forceinline__ void load_k(const Prepared& from, int lane) {
     load_rows(k, from.keys + kKeyFloats, lane);
   }
+  __device__ __forceinline__ void load_v(const float* columns, int lane) {
+    v = *reinterpret_cast<const float2*>(columns + pair_of(lane) * 2);
+  }
   __device__ __forceinline__ void load_others(const Prepared& from, int lane) {
     load_rows(q, from.keys, lane);
-    v = *reinterpret_cast<const float2*>(from.columns + lane / 8 * 2);
+    load_v(from.columns, lane);
     const float2 of_token = *from.gates;
     decay = of_token.x, beta = of_token.y, kq = from.keys[kProductAt];
   }
@@ -68,6 +75,9 @@ struct Operands {
 __device__ __forceinline__ float xor_sum(float v, int distance) {
   return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, distance));
 }
+// The second and third addition over the 8 lanes of a pair of columns. The first is over lanes that
+// differ in bit 0.
+__device__ __forceinline__ float sum_rest(float v) { return xor_sum(xor_sum(v, 2), 16); }
 
 // The terms of a token's o before the sum over lanes. In a step, that sum is computed while the
 // next token waits for its own sums.
@@ -75,22 +85,22 @@ struct OutputParts {
   float kept, given;  // the lane's terms of b: of its own column, and of the other one of its pair
   float decay, d, kq;
 
-  // o of column 2 (lane / 8) + lane % 2 of the tile.
+  // o of column 2 p + lane % 2 of the tile.
   __device__ __forceinline__ float sum() const {
     const float b = __fadd_rn(kept, __shfl_xor_sync(0xffffffffu, given, 1));
-    return __fmaf_rn(d, kq, __fmul_rn(decay, xor_sum(xor_sum(b, 2), 4)));
+    return __fmaf_rn(d, kq, __fmul_rn(decay, sum_rest(b)));
   }
 };
 
 struct Columns {
   float s[kLaneRows][2];
 
-  // ---- a tile in global memory: [128, 8]
+  // ---- a tile: [128, 8]
 
   // Place of the lane's first two numbers. Others are 64 floats apart. NOTE: if the compiler knew
   // that the lower bits of `place` are free, it would compute each address by itself.
   static __device__ __forceinline__ int first_place(int lane) {
-    int place = lane % 8 * kTile + lane / 8 * 2;
+    int place = rows_of(lane) * kTile + pair_of(lane) * 2;
     ptx::opaque(place);
     return place;
   }
@@ -102,11 +112,20 @@ struct Columns {
       s[j][0] = v.x, s[j][1] = v.y;
     }
   }
+  // To global memory.
   __device__ __forceinline__ void store_to(float* tile, int lane) const {
     float* const first = tile + first_place(lane);
 #pragma unroll
     for (int j = 0; j < kLaneRows; ++j) {
       ptx::store_global8(first + 8 * j * kTile, s[j][0], s[j][1]);
+    }
+  }
+  // To shared memory.
+  __device__ __forceinline__ void put_to(float* tile, int lane) const {
+    float* const first = tile + first_place(lane);
+#pragma unroll
+    for (int j = 0; j < kLaneRows; ++j) {
+      *reinterpret_cast<float2*>(first + 8 * j * kTile) = make_float2(s[j][0], s[j][1]);
     }
   }
 
@@ -156,7 +175,7 @@ struct Columns {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      a[c] = xor_sum(xor_sum(a[c], 2), 4);
+      a[c] = sum_rest(a[c]);
       d[c] = __fmul_rn(x.beta, __fmaf_rn(-x.decay, a[c], c == 0 ? x.v.x : x.v.y));
 #pragma unroll
       for (int j = 0; j < kLaneRows; ++j) {

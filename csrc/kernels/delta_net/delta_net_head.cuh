@@ -104,6 +104,9 @@ struct Head {
     load_filters(w.k, args.conv, keys + key_head * kDim + lane * 4);
     w.rate = expf(args.a_log[head]);
     w.bias = args.dt_bias[head];
+    load_norm(w);
+  }
+  __device__ __forceinline__ void load_norm(Weights& w) const {
     const auto norm = load<T, 4>(args.norm + part * kWidth + column());
 #pragma unroll
     for (int i = 0; i < 4; ++i) w.norm[i] = to_float(norm[i]);
@@ -321,16 +324,16 @@ struct Head {
   // Four lanes have the same o. All four store it, which avoids a branch.
   __device__ __forceinline__ void store_output(int row, const OutputParts& parts) const {
     const float o = parts.sum();
-    shared.o[row * kWidth + warp * kTile + lane / 8 * 2 + lane % 2] = o;
+    shared.o[row * kWidth + warp * kTile + pair_of(lane) * 2 + lane % 2] = o;
   }
 
-  // The accepted tokens that S does not contain yet.
-  __device__ __forceinline__ int num_accepted(int length) const {
+  // The accepted tokens that S does not contain yet, at most `most`.
+  __device__ __forceinline__ int num_accepted(int length, int most) const {
     if (args.accepted.counts == nullptr) return 0;
     // All three loads are issued before any result is used.
     const int folded = args.folded[at], count = args.accepted.counts[slot], first = path()[0];
     const bool is_known = folded != length && folded + count == length;
-    return is_known && count <= args.capacity.raws && first >= 0 ? count : 0;
+    return is_known && count <= most && first >= 0 ? count : 0;
   }
   __device__ __forceinline__ const int* path() const {
     return args.accepted.paths + int64_t{slot} * args.accepted.max_path;
@@ -389,13 +392,15 @@ struct Head {
   __device__ __forceinline__ const float* outputs(int row) const {
     return shared.o + row * kWidth + column();
   }
+  static __device__ __forceinline__ float squares_of(const float4& o) {
+    return __fmaf_rn(o.w, o.w, __fmaf_rn(o.z, o.z, __fmaf_rn(o.y, o.y, __fmul_rn(o.x, o.x))));
+  }
   // Sends the CTA's sums of squares of the warp's tokens to each CTA of the head. All lanes call
   // it. `row`: of the lane's token; `is_row`: o is there. `place`: of the warp's first token.
   __device__ __forceinline__ void send_squares(int round, int row, bool is_row, int place) const {
     float sum[1] = {};
     if (is_row) {
-      const float4 o = *reinterpret_cast<const float4*>(outputs(row));
-      sum[0] = __fmaf_rn(o.w, o.w, __fmaf_rn(o.z, o.z, __fmaf_rn(o.y, o.y, __fmul_rn(o.x, o.x))));
+      sum[0] = squares_of(*reinterpret_cast<const float4*>(outputs(row)));
     }
     sum_lanes<kDim / 4 / Memory::kParts>(sum);
     if constexpr (kSplit > 1) {
@@ -423,8 +428,12 @@ struct Head {
     float sum = 0;
 #pragma unroll
     for (int p = 0; p < Memory::kParts; ++p) sum = __fadd_rn(sum, *exchange.squares(p, place));
+    store_normed(i, *reinterpret_cast<const float4*>(outputs(row)), sum, z, w);
+  }
+  // `sum`: the sum of squares of the token's o, of which `v` is the lane's part.
+  __device__ __forceinline__ void store_normed(int i, const float4& v, float sum,
+                                               const Vec<T, 4>& z, const Weights& w) const {
     const float scale = rsqrtf(__fmaf_rn(sum, 1.0f / kDim, args.eps));
-    const float4 v = *reinterpret_cast<const float4*>(outputs(row));
     const float o[4] = {v.x, v.y, v.z, v.w};
     Vec<T, 4> out;
 #pragma unroll

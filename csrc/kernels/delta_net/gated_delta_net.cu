@@ -18,6 +18,7 @@
 //      With more than four tokens, each CTA prepares q and k of its share for all (DSMEM).
 //   3. Recurrence: each warp by itself, without a barrier, depth first (step/tree_plan.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
+// A plain step of many sequences has a kernel of its own (delta_net_plain.cuh).
 //
 // Prompt: a pipeline of stages of 32 tokens. Eight warps run the recurrence of stage s. Meanwhile
 // eight more send the squares of stage s - 1, prepare stage s + 1, and write the outputs of s - 2.
@@ -33,7 +34,7 @@
 #include <algorithm>
 
 #include "core/launch.h"
-#include "kernels/delta_net/delta_net_head.cuh"
+#include "kernels/delta_net/delta_net_plain.cuh"
 #include "kernels/launch_checks.h"
 
 namespace cpmcu::cuda {
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
     const int i = threadIdx.x;
     shared.tree->parents[i] = is_tree ? tokens.token_parents[first + i] : i - 1;
   }
-  const int num_accepted = cta.num_accepted(length);
+  const int num_accepted = cta.num_accepted(length, args.capacity.raws);
   if (kCommits) ptx::cp_async_wait<0>();
   __syncthreads();
   if (is_tree) shared.tree->order(count, args.capacity.copies);
@@ -302,27 +303,32 @@ Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p, int most)
   return capacity;
 }
 
+template <typename T>
+DeltaArgs<T> args_of(const GatedDeltaNetParams& p, const Capacity& capacity) {
+  return {.out = p.out.as<T>(),
+          .qkvz = p.qkvz.as<T>(),
+          .ba = p.ba.as<T>(),
+          .conv = p.conv_weight.as<T>(),
+          .a_log = p.a_log.as<float>(),
+          .dt_bias = p.dt_bias.as<float>(),
+          .norm = p.norm_weight.as<T>(),
+          .eps = p.norm_eps,
+          .state = p.state.as<float>(),
+          .window = p.window.as<T>(),
+          .pending = p.pending.as<T>(),
+          .folded = p.folded.as<int>(),
+          .accepted = p.accepted,
+          .layout = p.layout,
+          .num_key_heads = p.shape.num_key_heads,
+          .num_value_heads = p.shape.num_value_heads,
+          .pending_rows = static_cast<int>(p.pending.size(2)),
+          .capacity = capacity,
+          .tokens = p.tokens};
+}
+
 template <typename T, int kSplit, bool kCommits, int kCtasPerSm>
 void run(const Context& ctx, const GatedDeltaNetParams& p) {
-  const DeltaArgs<T> args{.out = p.out.as<T>(),
-                          .qkvz = p.qkvz.as<T>(),
-                          .ba = p.ba.as<T>(),
-                          .conv = p.conv_weight.as<T>(),
-                          .a_log = p.a_log.as<float>(),
-                          .dt_bias = p.dt_bias.as<float>(),
-                          .norm = p.norm_weight.as<T>(),
-                          .eps = p.norm_eps,
-                          .state = p.state.as<float>(),
-                          .window = p.window.as<T>(),
-                          .pending = p.pending.as<T>(),
-                          .folded = p.folded.as<int>(),
-                          .accepted = p.accepted,
-                          .layout = p.layout,
-                          .num_key_heads = p.shape.num_key_heads,
-                          .num_value_heads = p.shape.num_value_heads,
-                          .pending_rows = static_cast<int>(p.pending.size(2)),
-                          .capacity = capacity_of<T, kSplit, kCommits>(ctx, p, kCtasPerSm),
-                          .tokens = p.tokens};
+  const auto args = args_of<T>(p, capacity_of<T, kSplit, kCommits>(ctx, p, kCtasPerSm));
   const int64_t bytes = Shared<T, kSplit>::num_bytes(args.capacity);
   CHECK(bytes + 1024 <= ctx.sm_shared_bytes,
         "gated_delta_net: a step of {} tokens a sequence needs {} bytes of shared memory, an SM "
@@ -340,13 +346,28 @@ void run(const Context& ctx, const GatedDeltaNetParams& p) {
 constexpr int kFewCtas = 2, kManyCtas = 4;
 
 template <typename T>
+void run_plain(const Context& ctx, const GatedDeltaNetParams& p) {
+  const auto args = args_of<T>(p, PlainHead<T>::capacity());
+  const auto kernel = plain_step_kernel<T>;
+  const int64_t bytes = Shared<T, 1>::num_bytes(args.capacity);
+  allow_shared_bytes(kernel, bytes);
+  launch(ctx, kernel, dim3(p.tokens.num_seqs * args.num_value_heads), dim3(32 * kPlainWarps), bytes,
+         args);
+}
+
+template <typename T>
 void run_step_in_clusters(const Context& ctx, const GatedDeltaNetParams& p) {
   constexpr int kSplit = 4;
   const bool is_tree = p.tokens.token_parents != nullptr;
   const int copies = is_tree ? copies_of(p.tokens.max_seq_tokens) : 0;
   const int ctas = p.tokens.num_seqs * p.shape.num_value_heads * kSplit;
-  const bool many = ctas > kFewCtas * ctx.sm_count &&
-                    capacity_of<T, kSplit, false>(ctx, p, kManyCtas).copies == copies;
+  const bool must_wait = ctas > kFewCtas * ctx.sm_count;
+  const int64_t plain_bytes = Shared<T, 1>::num_bytes(PlainHead<T>::capacity()) + 1024;
+  if (must_wait && p.tokens.max_seq_tokens == 1 &&
+      kPlainCtas * plain_bytes <= ctx.sm_shared_bytes) {
+    return run_plain<T>(ctx, p);
+  }
+  const bool many = must_wait && capacity_of<T, kSplit, false>(ctx, p, kManyCtas).copies == copies;
   many ? run<T, kSplit, false, kManyCtas>(ctx, p) : run<T, kSplit, false, kFewCtas>(ctx, p);
 }
 
