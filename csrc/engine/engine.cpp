@@ -16,7 +16,7 @@ void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> sha
   const SpeculativeStep::Batch batch = begin_decode(slots, shape);
   graphs_->run(key_of(batch, GraphRunner::Part::kWhole), [&] {
     step_.propose(ctx_, batch);
-    step_.verify(ctx_, batch);
+    step_.verify(ctx_, batch, /*goes_on=*/true);
     step_.accept(ctx_, batch, /*masked=*/false, ring_.sink());
   });
   end_decode(slots);

@@ -26,7 +26,8 @@ void bind_delta_net_ops(py::module_& m) {
       option("norm_eps", &Delta::norm_eps), field("state", &Delta::state),
       field("window", &Delta::window), field("pending", &Delta::pending),
       field("folded", &Delta::folded), option("accepted", &Delta::accepted),
-      field("commits", &Delta::commits), field("tokens", &Delta::tokens));
+      option("accepts_all", &Delta::accepts_all), field("commits", &Delta::commits),
+      field("tokens", &Delta::tokens));
   using Conv = ShortConvParams;
   bind_op(m, "short_conv", short_conv, "csrc/kernels/short_conv/short_conv.h", py::kw_only(),
           field("out", &Conv::out), field("x", &Conv::x), option("silu", &Conv::silu),

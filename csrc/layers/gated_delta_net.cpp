@@ -170,6 +170,7 @@ class GatedDeltaNetBlock : public Block {
                                      .pending = pending_,
                                      .folded = folded_,
                                      .accepted = step.accepted,
+                                     .accepts_all = step.accepts_all,
                                      .commits = step.phase == Phase::kPrefill,
                                      .tokens = step.tokens});
              });

@@ -15,8 +15,10 @@ void SpeculativeStep::propose(const Context& ctx, const Batch& batch) {
       {.draft = draft, .trees = trees_of(batch), .seq_slots = batch.seq_slots, .slots = slots_});
 }
 
-void SpeculativeStep::verify(const Context& ctx, const Batch& batch) {
-  const Tensor hidden = target_.model.forward(ctx, verify_step(batch));
+void SpeculativeStep::verify(const Context& ctx, const Batch& batch, bool goes_on) {
+  Step step = verify_step(batch);
+  step.accepts_all = goes_on && batch.shape.tree_size == 1;
+  const Tensor hidden = target_.model.forward(ctx, step);
   if (logits_fit(batch)) target_.model.head(ctx, hidden);
 }
 

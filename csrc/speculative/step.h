@@ -93,7 +93,8 @@ class SpeculativeStep {
 
   // ---- the step. Graph-safe
   void propose(const Context& ctx, const Batch& batch);
-  void verify(const Context& ctx, const Batch& batch);
+  // `accept` follows without another step or release between, if `goes_on`.
+  void verify(const Context& ctx, const Batch& batch, bool goes_on = false);
   // Draws, accepts, and publishes the results to `sink`. `masked`: apply the sampler's masks.
   void accept(const Context& ctx, const Batch& batch, bool masked, const ResultSink& sink);
 

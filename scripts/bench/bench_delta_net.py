@@ -9,6 +9,7 @@ model. A CUDA graph has as many launches as needed for that.
 | chain, tree | nodes of a decode step. Accepted tokens of the step before are added to S first; \
 without them S is read only |
 | step | a plain decode step of several sequences: one token of each, one accepted token |
+| at once | the same, but each token is added to S at once, so no accepted token is left |
 | prompt | a chunk of 2,048 tokens of one sequence |
 
 A plain decode step of one sequence is a chain of one node with one accepted token.
@@ -60,7 +61,13 @@ class Layer:
         }  # fmt: skip
 
     def launch_of(
-        self, slots: list[int], parents: list[int] | None, count: int, length: int, accepted: int
+        self,
+        slots: list[int],
+        parents: list[int] | None,
+        count: int,
+        length: int,
+        accepted: int,
+        accepts_all: bool = False,
     ) -> Any:
         """A function that runs `count` tokens of each slot; the slots have `length` tokens.
 
@@ -84,20 +91,28 @@ class Layer:
 
         def run() -> None:
             ops.gated_delta_net(
-                ctx, out=out, qkvz=qkvz, ba=ba, commits=parents is None, tokens=tokens,
+                ctx, out=out, qkvz=qkvz, ba=ba, accepts_all=accepts_all,
+                commits=parents is None, tokens=tokens,
                 accepted=ops.Accepted(ids=paths, paths=paths, counts=counts), **self.shared,
             )  # fmt: skip
 
         return run
 
-    def time(self, parents: list[int] | None, count: int, accepted: int, seqs: int = 1) -> float:
+    def time(
+        self, parents: list[int] | None, count: int, accepted: int, seqs: int = 1,
+        at_once: bool = False,
+    ) -> float:  # fmt: skip
         """Microseconds of a launch of `seqs` sequences."""
         ends = range(seqs, 2 if count >= CHUNK else SLOTS + 1, seqs)
         slots = [[*range(end - seqs, end)] for end in ends]
-        launches = [self.launch_of(each, parents, count, accepted, accepted) for each in slots]
+        launches = [
+            self.launch_of(each, parents, count, accepted, accepted, at_once) for each in slots
+        ]
+        has_resets = accepted > 0 and not at_once
         # A step adds the accepted tokens to S once. A token of a prompt that ends at length 0 makes
-        # them unknown to S again; its time is subtracted.
-        resets = [self.launch_of(each, None, 1, -1, 0) for each in slots] if accepted else []
+        # them unknown to S again; its time is subtracted. With `at_once` only the first launch of
+        # all finds an accepted token.
+        resets = [self.launch_of(each, None, 1, -1, 0) for each in slots] if has_resets else []
 
         def microseconds_of(bodies: list[Any]) -> float:
             def body() -> None:
@@ -106,7 +121,7 @@ class Layer:
 
             return microseconds(self.ctx, body, len(slots))
 
-        alone = microseconds_of(resets) if accepted else 0
+        alone = microseconds_of(resets) if has_resets else 0
         return microseconds_of(launches + resets) - alone
 
 
@@ -140,9 +155,10 @@ def main() -> None:
     ctx, bandwidth = open_device(args.dtype)
     for heads in map(int, args.heads.split(",")):
         layer = Layer(ctx, heads, args.dtype)
-        steps = [("step", [-1], 1, 1, seqs) for seqs in map(int, args.sequences.split(","))]
+        counts = [*map(int, args.sequences.split(","))]
+        steps = [(case, [-1], 1, 1, seqs) for seqs in counts for case in ("step", "at once")]
         for case, parents, count, accepted, seqs in [*((*each, 1) for each in CASES), *steps]:
-            time = layer.time(parents, count, accepted, seqs)
+            time = layer.time(parents, count, accepted, seqs, case == "at once")
             moved = seqs * layer.state_bytes * (2 if parents is None or accepted else 1)
             floor = moved / bandwidth / 1e3
             line: dict[str, Any] = {
@@ -158,7 +174,7 @@ def main() -> None:
                 continue
             share = f"{time / count:.3f} us a token" if case == "prompt" else f"{floor / time:.0%}"
             tokens = f"{seqs:3} x {count:4} tokens, {accepted} accepted"
-            print(f"{heads} heads  {case:6} {tokens}  {time:9.2f} us  {share}")
+            print(f"{heads} heads  {case:7} {tokens}  {time:9.2f} us  {share}")
 
 
 if __name__ == "__main__":

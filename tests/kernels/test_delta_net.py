@@ -83,7 +83,7 @@ class Layer:
 
     def run(
         self, slots: list[int], tokens: list[list[int]], parents: list[list[int]] | None = None,
-        commits: bool = False,
+        commits: bool = False, accepts_all: bool = False,
     ) -> list[Floats]:  # fmt: skip
         """One step: `tokens` are numbers of the slot's tokens. Returns the outputs of each slot."""
         counts = [len(each) for each in tokens]
@@ -118,7 +118,7 @@ class Layer:
                 ids=put_ints(device, self.paths), paths=put_ints(device, self.paths),
                 counts=put_ints(device, self.counts),
             ),
-            commits=commits, tokens=step,
+            accepts_all=accepts_all, commits=commits, tokens=step,
         )  # fmt: skip
         values = get(out)
         return np.split(values, begins[1:-1])
@@ -279,17 +279,17 @@ def test_wide_and_deep_trees(device: str, size: Any, shape: str) -> None:
     ],
 )
 def test_steps_of_many_sequences_change_no_bit(device: str, dtype: str, size: Any) -> None:
-    """Plain steps of four sequences, some after an abandoned step or after a tree."""
+    """Plain steps of four sequences, some after an abandoned step, after a tree, or at once."""
     layer, slots = Layer(device, dtype, size), [0, 1, 2, 3]
     sequences = [[*range(length)] for length in (5, 1, 9, 2)]
     begins = [len(tokens) for tokens in sequences]
     outputs: list[list[Floats]] = [[] for _ in slots]
     layer.prefill(slots, sequences)
 
-    def step(first: int, parents: list[int], path: list[int]) -> None:
+    def step(first: int, parents: list[int], path: list[int], at_once: bool = False) -> None:
         """Node j of slot s is token first + 5 s + j; the path is accepted."""
         nodes = [[first + 5 * slot + node for node in range(len(parents))] for slot in slots]
-        found = layer.run(slots, nodes, [parents for _ in slots])
+        found = layer.run(slots, nodes, [parents for _ in slots], accepts_all=at_once)
         for slot in slots:
             outputs[slot] += [*found[slot][path]]
             layer.accept(slot, path)
@@ -302,6 +302,11 @@ def test_steps_of_many_sequences_change_no_bit(device: str, dtype: str, size: An
     step(60, [-1, 0, 0, 2], [0, 2, 3])
     step(80, [-1], [0])
     step(90, [-1], [0])
+    for first in (100, 110):  # the first one also adds the token before
+        step(first, [-1], [0], at_once=True)
+    step(120, [-1, 0, 0, 2], [0, 2, 3])
+    step(130, [-1], [0], at_once=True)
+    step(140, [-1], [0])
     chunks = [[3], [4, 5], [6], [7, 8, 9]]
     for slot, found in zip(slots, layer.prefill(slots, chunks)):
         outputs[slot] += [*found]

@@ -45,8 +45,9 @@ class Head {
 
   void run() {
     fold();
-    p_.commits ? prefill() : decode();
-    *folded_ = p_.commits ? length_ + num_tokens_ : length_;
+    const bool at_once = p_.commits || (p_.accepts_all && p_.accepted.counts[slot_] > 0);
+    at_once ? prefill() : decode();
+    *folded_ = at_once ? length_ + num_tokens_ : length_;
     for (int64_t i = 0; i < kWindow * shape_.raw_width(); ++i) {
       window_[i] = from_float<T>(recent_[i]);
     }

@@ -44,6 +44,7 @@ struct DeltaArgs {
   int num_key_heads, num_value_heads;
   int pending_rows;
   Capacity capacity;
+  bool accepts_all;
   StepTokens tokens;
 };
 

@@ -6,9 +6,10 @@
 // cluster 30,400. S arrives in shared memory by one TMA copy, which begins before the projection is
 // done. An SM holds three CTAs: it can copy S of two heads while it computes the third.
 //
-// For each accepted token of the last step, and then for the step's token:
+// With `accepts_all`, the step's token is added to S at once. So in the next step no accepted token
+// is left. For each accepted token of the last step, and then for the step's token:
 //   1. Warp 0 prepares q and k, warp 1 v, warp 2 the gates.
-//   2. Each warp updates four tiles of S. After the last accepted token it stores them.
+//   2. Each warp updates four tiles of S. After the last token to add it stores them.
 // Then warp 3 computes the gated norm.
 #pragma once
 
@@ -65,17 +66,26 @@ struct PlainHead : Head<T, 1, false> {
                                                   int place) const {
     return load<T, 4>(is_step ? this->row_of(0) + place : old_row(i) + column);
   }
-  // The step's token becomes the pending one, the three tokens before it the window.
-  __device__ __forceinline__ void keep(const Vec<T, 4> (&x)[kConvTaps], int column,
-                                       bool moves) const {
-    store(this->pending(0) + column, x[kWindow]);
-    if (!moves) return;
+  // Keeps the step's token as the pending one, or in the window if `at_once`. `moves`: accepted
+  // tokens were added.
+  __device__ __forceinline__ void keep(const Vec<T, 4> (&x)[kConvTaps], int column, bool moves,
+                                       bool at_once) const {
+    if (!at_once) store(this->pending(0) + column, x[kWindow]);
+    const auto move = [&](int first) {
 #pragma unroll
-    for (int t = 0; t < kWindow; ++t) store(this->window() + t * kRawWidth + column, x[t]);
+      for (int t = 0; t < kWindow; ++t) {
+        store(this->window() + t * kRawWidth + column, x[first + t]);
+      }
+    };
+    if (at_once) {
+      move(1);
+    } else if (moves) {
+      move(0);
+    }
   }
 
   // Prepares accepted token i, or the step's token if i is their number.
-  __device__ __forceinline__ void prepare(int i, bool is_step) const {
+  __device__ __forceinline__ void prepare(int i, bool is_step, bool at_once) const {
     const int row = i % 2, c = 4 * lane;
     typename Base::Weights weights;
     if (warp == 0) {
@@ -87,7 +97,7 @@ struct PlainHead : Head<T, 1, false> {
       if (is_step) ptx::pdl_wait();
       q[kWindow] = load_token(i, is_step, c, this->places.q + c);
       k[kWindow] = load_token(i, is_step, kDim + c, this->places.k + c);
-      if (is_step) keep(q, c, i > 0), keep(k, kDim + c, i > 0);
+      if (is_step) keep(q, c, i > 0, at_once), keep(k, kDim + c, i > 0, at_once);
       this->template prepare_keys<1>(row, 1, q, k, weights);
     } else if (warp == 1) {
       typename Base::Filters of_v;
@@ -96,7 +106,7 @@ struct PlainHead : Head<T, 1, false> {
       load_before(v, i, 2 * kDim + c);
       if (is_step) ptx::pdl_wait();
       v[kWindow] = load_token(i, is_step, 2 * kDim + c, this->places.v + c);
-      if (is_step) keep(v, 2 * kDim + c, i > 0);
+      if (is_step) keep(v, 2 * kDim + c, i > 0, at_once);
       this->prepare_value(row, true, v, of_v);
     } else {
       if (is_step) ptx::pdl_wait();
@@ -111,7 +121,7 @@ struct PlainHead : Head<T, 1, false> {
   }
 
   // Updates S by the prepared token `row`; its o goes to shared memory. `goes_on`: another token
-  // follows; `stores`: S now has all accepted tokens.
+  // follows; `stores`: S now has all tokens to add.
   __device__ __forceinline__ void update(int row, bool goes_on, bool stores) const {
     const float* const columns = shared.v + row * kDim;
     const Prepared token{this->keys(row), columns, shared.gates + row};
@@ -162,19 +172,21 @@ __global__ void __launch_bounds__(32 * kPlainWarps, kPlainCtas)
   if (threadIdx.x == 0) cta.fetch_state();
   const int length = tokens.slot_lengths[slot];
   const int num_accepted = cta.num_accepted(length, args.pending_rows);
+  const bool at_once = args.accepts_all && args.accepted.counts[slot] > 0;
+  const int last_added = at_once ? num_accepted : num_accepted - 1;
   Vec<T, 4> z;
 #pragma unroll 1
   for (int i = 0; i <= num_accepted; ++i) {
     const bool is_step = i == num_accepted;
-    cta.prepare(i, is_step);
+    cta.prepare(i, is_step, at_once);
     if (is_step && cta.warp == 3) z = cta.load_z(0);
     __syncthreads();
     if (i == 0) ptx::mbarrier_wait(cta.barrier(), 0);
-    cta.update(i % 2, !is_step, i + 1 == num_accepted);
+    cta.update(i % 2, !is_step, i == last_added);
   }
   __syncthreads();
   if (cta.warp == 3) cta.write(z);
-  if (threadIdx.x == 0) args.folded[cta.at] = length;
+  if (threadIdx.x == 0) args.folded[cta.at] = at_once ? length + 1 : length;
 }
 
 }  // namespace cpmcu::cuda::delta_net

@@ -323,6 +323,7 @@ DeltaArgs<T> args_of(const GatedDeltaNetParams& p, const Capacity& capacity) {
           .num_value_heads = p.shape.num_value_heads,
           .pending_rows = static_cast<int>(p.pending.size(2)),
           .capacity = capacity,
+          .accepts_all = p.accepts_all,
           .tokens = p.tokens};
 }
 

@@ -23,6 +23,11 @@
 //   folded + accepted.counts == L   the pending tokens of accepted.paths are added first
 //
 // L is the length of the slot. Thus each step reads and writes S once, as plain decoding does.
+//
+// A step may add its token to S at once if it has no draft and will not be abandoned
+// (`accepts_all`). Then `folded` is L + 1. If the sequence has ended, no token is accepted, and S
+// has one too many. Nothing reads this S: the slot's next sequence begins with another. Further
+// steps of the ended sequence find accepted.counts 0 and add nothing.
 #pragma once
 
 #include "kernels/op.h"
@@ -108,7 +113,8 @@ struct GatedDeltaNetParams {
   Tensor folded;  // [slots, Hv] int32: number of tokens that S contains
   // The accepted tokens of each slot's last step; empty: no slot has pending tokens.
   Accepted accepted;
-  bool commits = false;  // a prefill: S takes up all tokens at once, and there are no parents
+  bool accepts_all = false;  // as Step::accepts_all
+  bool commits = false;      // a prefill: S takes up all tokens at once, and there are no parents
   StepTokens tokens;
 };
 

@@ -16,6 +16,9 @@ struct Step {
   // The tokens are nodes of token trees. Results must have the bits of plain decoding.
   bool verify = false;
   StepTokens tokens;
+  // The step has no draft, and its acceptance follows in any case. So its token becomes part of
+  // each sequence that has not ended, and a block may commit it at once.
+  bool accepts_all = false;
   Accepted accepted{};  // the tokens of each slot's last step; empty for the draft's own steps
 };
 
