@@ -304,10 +304,10 @@ def test_w4_expert_gemm(
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize(("copies", "gated"), [(1, False), (20, False), (20, True)])
 @pytest.mark.parametrize("k", sizes(264, 1000, 2048, 4736))
 def test_a_w4_pair_does_not_depend_on_the_others(
-    device: str, dtype: str, k: int, copies: int
+    device: str, dtype: str, k: int, copies: int, gated: bool
 ) -> None:
     """One, two and more k blocks for each warp, which fit its stages or do not.
 
@@ -315,14 +315,17 @@ def test_a_w4_pair_does_not_depend_on_the_others(
     expert has more than 8 pairs.
     """
     num_experts, top_k, n = 5 * copies, 2, 272
-    _, w = w4_experts(device, 5, n, k, copies=copies)
+    _, w = w4_experts(device, 5, n, k, copies=copies, gated=gated)
+    width = n // 2 if gated else n
     x, _ = expert_inputs(100, 1, 8, k, dtype)
     logits = random_logits(100, num_experts)
     logits[:, 1] += 3
 
     def pairs_of(begin: int, end: int) -> Any:
         routing = route(device, logits[begin:end], num_experts, top_k, True)
-        return grouped(device, x[begin:end], w, routing, dtype, dtype, n, pairs_per_x=top_k).numpy()
+        return grouped(
+            device, x[begin:end], w, routing, dtype, dtype, width, pairs_per_x=top_k
+        ).numpy()
 
     whole = pairs_of(0, 100)
     for begin, end in [(0, 1), (5, 7), (30, 94), (99, 100), (3, 100)]:

@@ -145,6 +145,49 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
   }
 }
 
+// Writes y of a warp tile whose sums lie in one warp: sums of rows g and g + 8 of its m16 tiles,
+// for the pairs 2 q and 2 q + 1. All lanes call it. `bias`: of the tile's first row; not read if
+// there is none. The bits are those of store_pairs.
+template <typename T>
+__device__ __forceinline__ void store_tile(const ExpertArgs& args, const PairRows<1>& rows,
+                                           const float (&first)[4], const float (&second)[4],
+                                           int tile, const T* bias) {
+  // volatile: else nvcc computes addresses before the main loop and spills them.
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int g = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const bool exists = q * 2 + odd < rows.count;
+    const int pair = exists ? rows.pair(q * 2 + odd) : 0;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float (&sums)[4] = t == 0 ? first : second;
+      const float values[2] = {args.alpha * sums[odd], args.alpha * sums[2 + odd]};
+      if (args.gated) {
+        const float value = silu(values[0]) * values[1];
+        if (exists) store_y<T>(args, pair, tile * (kTileRows / 2) + t * 8 + g, value);
+        continue;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = t * 16 + half * 8 + g;
+        if (args.swiglu) {  // an even row is gate, the next one is up
+          const float own = to_float(from_float<T>(values[half])) + to_float(bias[row]);
+          const float up = __shfl_down_sync(0xffffffffu, own, 4);
+          if (!exists || g % 2 != 0) continue;
+          store_y<T>(args, pair, (tile * kTileRows + row) / 2,
+                     clamped_swiglu(own, up, args.swiglu_alpha, args.swiglu_limit));
+        } else if (exists) {
+          float value = values[half];
+          if (args.bias != nullptr) value += to_float(bias[row]);
+          store_y<T>(args, pair, tile * kTileRows + row, value);
+        }
+      }
+    }
+  }
+}
+
 // ---- launchers
 
 // `pass_pairs`: pairs that the kernel multiplies at a time.

@@ -10,7 +10,7 @@
 // `splits`-th block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles. If there are
 // tiles enough for all SMs (kWhole), a warp computes all splits of its tile, one after the other.
 // Each split has sums of its own, so the bits are the same, and a tile has a third fewer
-// instructions.
+// instructions. Its warps need no barrier, and four CTAs fit on an SM.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
 //   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh
@@ -53,21 +53,8 @@ constexpr int kStages = Unpacker::kBits == 8      ? 2
 template <typename Unpacker, int kGroups, bool kWhole>
 constexpr int kMinBlocks = kGroups > 1            ? 1
                            : Unpacker::kBits == 8 ? (kWhole ? 2 : 3)
-                           : kWhole               ? 3
+                           : kWhole               ? (Unpacker::kScaleSteps == 8 ? 4 : 3)
                                                   : 4;
-
-// Waits until at most `pending` of this thread's copies are unfinished.
-__device__ __forceinline__ void wait_for_copies(int pending) {
-  if (pending <= 0) {
-    ptx::cp_async_wait<0>();
-  } else if (pending == 1) {
-    ptx::cp_async_wait<1>();
-  } else if (pending == 2) {
-    ptx::cp_async_wait<2>();
-  } else {
-    ptx::cp_async_wait<3>();
-  }
-}
 
 // The k blocks of a warp that computes all splits: those of each split in turn, the last first.
 struct BlockOrder {
@@ -105,7 +92,6 @@ struct TileCopies {
   int step;                   // bytes from the next block to the one after; of a block, if kWhole
   BlockOrder order;           // place of the next block, if kWhole
   int extra_places[kExtras];  // offsets from the codes in bytes; 0: the lane has no such copy
-  int pending;                // number of copies that may be incomplete
   int to_load, of_pass;       // number of blocks to copy: in all, and in this pass
   int stage = 0;              // stage of the next block, if the stages cannot hold all blocks
 
@@ -132,11 +118,12 @@ struct TileCopies {
                                   (at - scale_lanes) * 16;
       extra_places[i] = at < scale_lanes + tile_lanes ? extra - place : 0;
     }
-    pending = min(num_stages, loads);
-    to_load = loads - pending, of_pass = num_blocks - pending;
+    const int first_loads = min(num_stages, loads);
+    to_load = loads - first_loads, of_pass = num_blocks - first_loads;
 #pragma unroll
     for (int i = 0; i < kMostStages; ++i) {
-      if (i < pending) copy(stages + i);
+      if (i < first_loads) copy(stages + i);
+      ptx::cp_async_commit();
     }
   }
   __device__ __forceinline__ void copy(Stage<Unpacker>* stage_of_block) {
@@ -148,7 +135,6 @@ struct TileCopies {
     for (int i = 0; i < kExtras; ++i) {
       ptx::cp_async16_if(extra_places[i] != 0, to + kBytes + i * 512, codes + extra_places[i]);
     }
-    ptx::cp_async_commit();
     if constexpr (kWhole) {
       order.advance();
     } else {
@@ -157,18 +143,20 @@ struct TileCopies {
   }
   // Waits for the next block. By a warp.
   __device__ __forceinline__ void wait() {
-    if (pending == 0) return;  // all blocks stay in the stages
-    wait_for_copies(--pending);
+    ptx::cp_async_wait<kMostStages - 1>();
     __syncwarp();
   }
-  // Copies the next block, if there is one, to the stage that the warp has read.
+  // Copies the next block, if there is one, to the stage that the warp has read. A group of copies
+  // is committed in any case: `wait` counts groups.
   __device__ __forceinline__ void load_next() {
-    if (to_load == 0) return;
-    __syncwarp();  // all lanes have read the stage
-    if (!kWhole && of_pass == 0) from -= int64_t{num_blocks} * step, of_pass = num_blocks;
-    copy(stages + stage);
-    ++pending, --to_load, --of_pass;
-    if (++stage == num_stages) stage = 0;
+    if (to_load > 0) {
+      __syncwarp();  // all lanes have read the stage
+      if (!kWhole && of_pass == 0) from -= int64_t{num_blocks} * step, of_pass = num_blocks;
+      copy(stages + stage);
+      --to_load, --of_pass;
+      if (++stage == num_stages) stage = 0;
+    }
+    ptx::cp_async_commit();
   }
 };
 
@@ -284,7 +272,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole
       to[0] = k < args.k ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
       to[1] = k + 8 < args.k ? *reinterpret_cast<const uint32_t*>(from + 8) : uint32_t{0};
     };
-    [[maybe_unused]] const T* x_at = nullptr;  // x of the block to be loaded, if it has 128 k
+    // x of the block to be loaded, if it has 128 k; else bytes of W, which are not used.
+    [[maybe_unused]] const T* x_at = nullptr;
+    [[maybe_unused]] const T* const unused_x = reinterpret_cast<const T*>(args.w);
     [[maybe_unused]] const auto load_next_x = [&](uint32_t (&to)[2], int step) {
       to[0] = *reinterpret_cast<const uint32_t*>(x_at + step * 16);
       to[1] = *reinterpret_cast<const uint32_t*>(x_at + step * 16 + 8);
@@ -313,15 +303,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole
     for (int block = 0; block < num_blocks; ++block) {
       [[maybe_unused]] const int k_block = first_k_block - block * splits;
       const bool ends_split = kWhole && next.ends_split();
-      bool has_next = block + 1 < num_blocks;
-      bool is_checked = false;
+      [[maybe_unused]] const bool has_next = block + 1 < num_blocks;
+      [[maybe_unused]] bool is_checked = false;  // the next block ends beyond K
       if constexpr (kWhole) {
         next.advance();
-        x_at = x + rows.rows[0] + next.at * kPackedK + 2 * q;
         is_checked = has_next && !lies_in_x(next.at);
-        has_next = has_next && !is_checked;
+        x_at = has_next && !is_checked ? x + rows.rows[0] + next.at * kPackedK + 2 * q : unused_x;
       } else if constexpr (kGroups == 1) {
-        x_at -= splits * kPackedK;
+        x_at = has_next ? x_at - splits * kPackedK : unused_x;
       }
       copies.wait();
       const Stage& from = stages[stage];
@@ -355,9 +344,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole
           if constexpr (kHasMinimum<Unpacker>) {
             ptx::mma_16x8x16<T>(x_sums.of[group], ones, b[0], b[1]);
           }
-          if constexpr (kGroups == 1) {
-            if (has_next) load_next_x(b, step);
-          }
+          if constexpr (kGroups == 1) load_next_x(b, step);
         }
         if ((step + 1) % Unpacker::kScaleSteps != 0) continue;
         add_scaled<Unpacker, T, kGroups>(sums, part, x_sums, from.extra, g, k_group,
@@ -370,7 +357,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Unpacker, kGroups, kWhole
         if (ends_split) add_split(all_sums, sums);
       }
     }
-    store_pairs<T, kGroups>(args, rows, kWhole ? all_sums : sums, partial, bias);
+    if constexpr (kWhole) {
+      store_tile<T>(args, rows, all_sums[0][0], all_sums[1][0], tile, bias + warp * kTileRows);
+    } else {
+      store_pairs<T, kGroups>(args, rows, sums, partial, bias);
+    }
   }
 }
 
@@ -408,6 +399,7 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
                         .scale_form = scale_form(p.w.layout)};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
+  if (whole) args.expert.partial_pairs = 0;
   const dim3 grid = expert_grid(p.rows, p.w.n, cta_split_bits);
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     using T = decltype(t);
@@ -423,7 +415,8 @@ void packed_expert_gemm(const Context& ctx, const PackedExpertGemmParams& p) {
         const int blocks_of_warp = (args.k_blocks + (1 << cta_split_bits) - 1) >> cta_split_bits;
         args.stages = std::min(kMost, blocks_of_warp);
         constexpr int kBiasBytes = kWarps * kTileRows * sizeof(T);
-        allow_shared_bytes(kernel, kMost * kBytes + partial_bytes(8 * kGroups) + kBiasBytes);
+        constexpr int kPartialBytes = kWhole ? 0 : partial_bytes(8 * kGroups);
+        allow_shared_bytes(kernel, kMost * kBytes + kPartialBytes + kBiasBytes);
         const int bytes = args.stages * kBytes + partial_bytes(args.expert.partial_pairs) +
                           (args.expert.bias == nullptr ? 0 : kBiasBytes);
         launch(ctx, kernel, grid, dim3(kThreads), bytes, args);
