@@ -10,7 +10,7 @@
 // `splits`-th block of 128 k, the last first. A CTA has 8 warps, so 8 / splits tiles. If there are
 // tiles enough for all SMs (kWhole), a warp computes all splits of its tile, one after the other.
 // Each split has sums of its own, so the bits are the same, and a tile has a third fewer
-// instructions. Its warps need no barrier, and four CTAs fit on an SM.
+// instructions. Its warps need no barrier.
 //   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
 //   multiply  unpacks numbers exactly, mma over the k of a scale, scale in float32
 //   epilogue  expert_tiles.cuh
@@ -53,7 +53,7 @@ constexpr int kStages = Unpacker::kBits == 8      ? 2
 template <typename Unpacker, int kGroups, bool kWhole>
 constexpr int kMinBlocks = kGroups > 1            ? 1
                            : Unpacker::kBits == 8 ? (kWhole ? 2 : 3)
-                           : kWhole               ? (Unpacker::kScaleSteps == 8 ? 4 : 3)
+                           : kWhole               ? 3
                                                   : 4;
 
 // The k blocks of a warp that computes all splits: those of each split in turn, the last first.
