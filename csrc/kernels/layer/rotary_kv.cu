@@ -13,14 +13,12 @@
 //
 // Surprising: with many tokens, a group loops over several heads of its token. The arithmetic of a
 // head does not change.
-#include "kernels/layer/rotary.cuh"
-
 #include <algorithm>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/trace.cuh"
-#include "core/vec.cuh"
+#include "kernels/layer/rotary_heads.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -29,104 +27,7 @@ TRACED_FILE("rotary_kv");
 
 constexpr int kThreads = 64;
 
-template <typename T>
-struct RotaryKvArgs {
-  T* qkv;                 // [T, columns of the layout]
-  const T* bias;          // [(Hq + 2 Hkv) * D]; null: no bias
-  const T* q_norm;        // [D]; null: no norm of q
-  const T* k_norm;        // [D]; null: no norm of k
-  const float* inv_freq;  // [R / 2] radians per position
-  T* k_cache;             // [pages, Hkv, 64, D]
-  T* v_cache;             // [pages, Hkv, 64, D]
-  float* k_scales;        // [pages, Hkv, 64] scales of e4m3 codes; null: the caches hold T
-  float* v_scales;        // [pages, Hkv, 64] scales of the values, or null
-  float norm_eps;
-  float norm_offset;
-  float attention_scaling;
-  int num_heads;     // Hq
-  int num_kv_heads;  // Hkv
-  int rotary_dim;    // R
-  QkvLayout layout;
-  StepTokens tokens;
-};
-
-// A lane's part of a head: two vectors of 8 elements. In the first R / 16 lanes, RoPE pairs the
-// elements of the two vectors. The other lanes have 16 adjacent elements that are not rotated.
-struct HeadPart {
-  float low[8];
-  float high[8];
-};
-
-// The first elements of a lane's two vectors within the head.
-struct PartPlace {
-  int low, high;
-  bool rotates;
-
-  __device__ PartPlace(int lane, int rotary_dim) {
-    const int rotated_lanes = rotary_dim / 16;
-    rotates = lane < rotated_lanes;
-    low = rotates ? 8 * lane : rotary_dim + 16 * (lane - rotated_lanes);
-    high = low + (rotates ? rotary_dim / 2 : 8);
-  }
-};
-
 // ---- kernels
-
-template <typename T>
-__device__ __forceinline__ HeadPart load_part(const T* head, const PartPlace& at) {
-  const Vec16<T> low = load<T, 8>(head + at.low), high = load<T, 8>(head + at.high);
-  HeadPart part;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    part.low[i] = to_float(low[i]);
-    part.high[i] = to_float(high[i]);
-  }
-  return part;
-}
-
-template <typename T>
-__device__ __forceinline__ void store_part(T* head, const PartPlace& at, const HeadPart& part) {
-  Vec16<T> low, high;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    low[i] = from_float<T>(part.low[i]);
-    high[i] = from_float<T>(part.high[i]);
-  }
-  store(head + at.low, low);
-  store(head + at.high, high);
-}
-
-__device__ __forceinline__ void add(HeadPart& x, const HeadPart& bias) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    x.low[i] += bias.low[i];
-    x.high[i] += bias.high[i];
-  }
-}
-
-// RMSNorm over a head. The lanes of the head are those of `group_mask`.
-template <int kLanes>
-__device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, float offset,
-                                          float eps, uint32_t group_mask) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    sum += __shfl_xor_sync(group_mask, sum, offset);
-  }
-  const float scale = rsqrtf(sum / (kLanes * 16) + eps);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    x.low[i] *= scale * (weight.low[i] + offset);
-    x.high[i] *= scale * (weight.high[i] + offset);
-  }
-}
-
-__device__ __forceinline__ void rotate_part(HeadPart& x, const Rotation (&by)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) rotate(x.low[i], x.high[i], by[i]);
-}
 
 // Stores a head as e4m3 codes and their scale. The lanes exchange codes through `row`.
 template <int kLanes>
@@ -193,18 +94,10 @@ __global__ void __launch_bounds__(kThreads)
 
   T* qkv_row = args.qkv + int64_t{row} * args.layout.row;
   for (int head = first_head; head < num_all_heads; head += gridDim.y * kGroups) {
+    const int column = column_of_head<kDim>(args, head);
+    const HeadPart loaded = load_part(qkv_row + column, at);
+    const HeadPart x = rotated_head<kDim>(args, loaded, head, at, rotations, group_mask);
     const bool is_q = head < args.num_heads, is_v = head >= num_qk_heads;
-    const int column = is_q   ? head * args.layout.q_head
-                       : is_v ? args.layout.v + (head - num_qk_heads) * kDim
-                              : args.layout.k + (head - args.num_heads) * kDim;
-    HeadPart x = load_part(qkv_row + column, at);
-    if (args.bias != nullptr) add(x, load_part(args.bias + head * kDim, at));
-    const T* norm = is_q ? args.q_norm : args.k_norm;
-    if (!is_v && norm != nullptr) {
-      normalize<kLanes>(x, load_part(norm, at), args.norm_offset, args.norm_eps, group_mask);
-    }
-    if (!is_v && at.rotates) rotate_part(x, rotations);
-
     T* out = qkv_row + column;
     if (!is_q) {
       const int kv_head = is_v ? head - num_qk_heads : head - args.num_heads;
@@ -223,27 +116,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   trace.stamp(2);
   trace.end();
-}
-
-template <typename T>
-RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
-  return {.qkv = p.qkv.as<T>(),
-          .bias = p.bias.as<T>(),
-          .q_norm = p.q_norm.as<T>(),
-          .k_norm = p.k_norm.as<T>(),
-          .inv_freq = p.inv_freq,
-          .k_cache = p.k_cache.as<T>(),
-          .v_cache = p.v_cache.as<T>(),
-          .k_scales = p.k_scales.as<float>(),
-          .v_scales = p.v_scales.as<float>(),
-          .norm_eps = p.norm_eps,
-          .norm_offset = p.norm_offset,
-          .attention_scaling = p.attention_scaling,
-          .num_heads = p.num_heads,
-          .num_kv_heads = p.num_kv_heads,
-          .rotary_dim = rotary_dim_of(p),
-          .layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim),
-          .tokens = p.tokens};
 }
 
 }  // namespace
@@ -268,7 +140,7 @@ void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
       using T = decltype(t);
       const auto kernel =
           p.k_scales.empty() ? rotary_kv_kernel<T, kDim, false> : rotary_kv_kernel<T, kDim, true>;
-      launch(ctx, kernel, grid, dim3(kThreads), 0, make_args<T>(p));
+      launch(ctx, kernel, grid, dim3(kThreads), 0, make_rotary_args<T>(p));
     });
   });
 }
