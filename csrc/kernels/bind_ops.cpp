@@ -245,7 +245,7 @@ void bind_attention_ops(py::module_& m) {
                         option("dense_len", &BlockSelection::dense_len),
                         option("max_splits", &BlockSelection::max_splits)),
                  option("k_scales", &A::k_scales), option("v_scales", &A::v_scales),
-                 option("sinks", &A::sinks));
+                 option("sinks", &A::sinks), option("rotary", &A::rotary));
   const auto bind_attention = [&m](const char* name, void (*op)(const Context&, const A&)) {
     m.def(
         name, [op](const OpsContext& c, const OpsParams<A>& a) { op(c.ctx, a.params); }, "ctx"_a,

@@ -236,10 +236,12 @@ class AttentionBlock : public Block {
                   {.out = out,
                    .qkv = qkv,
                    .begin =
-                       [=, this](const Context& ctx, const Step& step, const Rows& rows) {
-                         return attend(ctx, step, rows(out), rows(qkv), splits);
+                       [=, this](const Context& ctx, const Step& step, const Rows& rows,
+                                 const RotaryKvParams& rotary) {
+                         return attend(ctx, step, rows(out), rows(qkv), splits, rotary);
                        },
-                   .splits = splits});
+                   .splits = splits,
+                   .rotates = !sparse_ && !shape_.sinks});
     if (shape_.output_gate) append_gate(ops, out, qkv, shape_.head_dim, 2 * shape_.head_dim);
     if (gate_ != nullptr) {
       append_gate(ops, out, gates, 0, shape_.head_gate ? 1 : shape_.head_dim);
@@ -345,11 +347,11 @@ class AttentionBlock : public Block {
   }
   // AttentionOp::begin. If `splits`, it may leave attention_combine to the next launch.
   AttentionParams attend(const Context& ctx, const Step& step, const Tensor& out, const Tensor& qkv,
-                         bool splits) const {
+                         bool splits, const RotaryKvParams& rotary) const {
     const bool is_prefill = step.phase == Phase::kPrefill;
     StepTokens tokens = step.tokens;
     tokens.page_table = page_table_;  // the page table of the layers with this window
-    const AttentionParams params{
+    AttentionParams params{
         .out = out,
         .qkv = qkv,
         .layout = shape_.layout(),
@@ -367,10 +369,13 @@ class AttentionBlock : public Block {
                              : BlockSelection(),
         .sinks = sinks_,
         .tokens = tokens,
+        .rotary = rotary,
         .scratch = partials_};
     if (is_prefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
+      if (!rotary.qkv.empty()) rotary_kv(ctx, rotary);
+      params.rotary = {};
       decode_in_groups(ctx, params);
     } else if (!splits || !params.selection.empty()) {
       attention_decode(ctx, params);

@@ -67,11 +67,18 @@ class Cutter {
     const bool follows = !stages_.empty() && norm_ < 0 && rotary_ < 0 && stages_.back().sum < 0 &&
                          !get<LinearOp>(stages_.back().linear).gated &&
                          written(stages_.back()) == rotary.qkv && can_follow(rotary.params);
-    follows ? static_cast<void>(rotary_ = place) : emit_alone(place);
+    if (!follows && attention_rotates(rotary)) {
+      flush();
+      rotated_ = place;
+    } else {
+      follows ? static_cast<void>(rotary_ = place) : emit_alone(place);
+    }
   }
 
   void add(int place, const AttentionOp& attention) {
-    emit_alone(place);
+    const int rotary = std::exchange(rotated_, -1);
+    flush();
+    launches_.push_back({.op = place, .ops = present({rotary, place}), .rotary = rotary});
     if (forms_ != FusedForms::kNone && attention.splits)
       attention_ = static_cast<int>(launches_.size()) - 1;
   }
@@ -127,6 +134,13 @@ class Cutter {
   }
 
   // ---- parts
+
+  // Whether the next op is an attention that can apply this rotary_kv.
+  bool attention_rotates(const RotaryOp& rotary) const {
+    const AttentionOp* next = next_ < num_ops() ? op(next_).as<AttentionOp>() : nullptr;
+    return forms_ == FusedForms::kAll && next != nullptr && next->rotates &&
+           next->qkv == rotary.qkv && can_rotate(rotary.params);
+  }
 
   // The sum after the op at `place`, if it adds y.
   int take_sum(int place, const Value& y) {
@@ -304,6 +318,7 @@ class Cutter {
   FusedForm weight_;         // weight of the first stage
   int norm_ = -1;            // number of the norm after the last stage; -1: none
   int rotary_ = -1;          // number of the rotary_kv after the last stage; -1: none
+  int rotated_ = -1;         // number of the rotary_kv that the next op, an attention, applies
   int attention_ = -1;       // the launch of attention whose splits the first stage combines
   std::vector<int> copies_;  // copies to launch after this launch
 };
@@ -332,9 +347,9 @@ std::vector<LaunchRow> launch_rows(const OpList& list, const CutTarget& target) 
       const bool is_rest = fused && place == launch.attention;
       const std::string name =
           at(place).layer == main.layer ? at(place).name : "next " + at(place).name;
-      row.parts.push_back(is_rest                 ? "combine splits"
-                          : launch.leaves_combine ? name + " (splits)"
-                                                  : name);
+      row.parts.push_back(is_rest                                       ? "combine splits"
+                          : launch.leaves_combine && place == launch.op ? name + " (splits)"
+                                                                        : name);
       row.weight_bytes += is_rest ? 0 : at(place).weight_bytes;
     }
     rows.push_back(std::move(row));

@@ -10,6 +10,7 @@
 //                   last one, rotary_kv of its output
 //   router          with the norm before it, if that follows a linear op
 //   sum of experts  with the norm after it
+//   attention       on Hopper, with the rotary_kv before it, if that is not part of a fused layer
 //
 // Any other op ends a launch. On other devices, and in a prefill pass, each op is a launch. Three
 // rules hold everywhere. A sum is part of the op before it. If a sum over ranks is a launch, the
@@ -54,7 +55,8 @@ struct Launch {
   // The linear ops of a fused layer; empty: the launch is not fused.
   std::vector<FusedStage> stages{};
   int attention = -1;  // the attention whose splits are combined before the first stage
-  int rotary = -1;     // the rotary_kv that runs after the last stage
+  // The rotary_kv that runs after the last stage; of a launch of attention: before it.
+  int rotary = -1;
   std::vector<PackedWeight> following{};  // FusedLayerParams::following
 };
 

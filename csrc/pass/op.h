@@ -76,8 +76,12 @@ struct RotaryOp {
 struct AttentionOp {
   Value out, qkv;
   // Returns the parameters of attention_combine if that is still to be launched, else no `out`.
-  std::function<AttentionParams(const Context&, const Step&, const Rows&)> begin;
-  bool splits = true;  // false: `begin` does all the work, and no attention_combine follows
+  // `rotary`: AttentionParams::rotary.
+  std::function<AttentionParams(const Context&, const Step&, const Rows&,
+                                const RotaryKvParams& rotary)>
+      begin;
+  bool splits = true;    // false: `begin` does all the work, and no attention_combine follows
+  bool rotates = false;  // attention may apply the rotary_kv before it
 };
 
 struct RouterOp {

@@ -77,7 +77,9 @@ class Replay {
   }
 
   void run(const Launch& launch, const AttentionOp& attention, const Rows& rows) {
-    const AttentionParams rest = attention.begin(ctx_, step_, rows);
+    RotaryKvParams rotary;
+    if (launch.rotary >= 0) rotary = rotary_params(get<RotaryOp>(launch.rotary), rows);
+    const AttentionParams rest = attention.begin(ctx_, step_, rows, rotary);
     if (launch.leaves_combine) {
       rest_ = rest;
     } else if (!rest.out.empty()) {

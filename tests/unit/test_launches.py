@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {"head_dim": 64}),
     "packed": ("llama", SIZES),
     "qk_norm": ("qwen3", {"head_dim": 64}),
-    "experts": ("qwen3moe", {}),
+    "experts": ("qwen3moe", {"head_dim": 64}),
     "shared_expert": ("qwen2moe", {"head_dim": 64}),
     "delta_nets": ("qwen3_5", {"num_hidden_layers": 8}),
     "sparse": ("minicpm", {"head_dim": 64, "sparse_config": CONFIG}),

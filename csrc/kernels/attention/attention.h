@@ -1,5 +1,5 @@
 // Attention of a step's tokens over the paged KV cache. The cache already holds the tokens' own
-// keys and values.
+// keys and values, unless the op applies rotary_kv.
 //
 //   out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group]
 //
@@ -16,6 +16,7 @@
 #pragma once
 
 #include "kernels/layer/qkv_layout.h"
+#include "kernels/layer/rotary_kv.h"
 #include "kernels/op.h"
 #include "kernels/step/step_tokens.h"
 
@@ -65,10 +66,23 @@ struct AttentionParams {
   // exp(scores). Empty: none.
   Tensor sinks{};
   StepTokens tokens;
+  // attention_decode only: rotary_kv of the same qkv, caches and tokens, which the op applies
+  // first. The queries in qkv are unspecified afterwards. Excludes a selection. Empty qkv:
+  // rotary_kv has run.
+  RotaryKvParams rotary{};
   // float32. attention_decode: at least attention_scratch_floats(...) elements. attention_prefill
   // of heads of 128 over an fp8 cache on Hopper: at least fp8_pair_floats(...).
   Tensor scratch;
 };
+
+// If each sequence has one token, and there is neither a selection nor a sink, the kernel of
+// attention_decode applies this rotary_kv itself. Otherwise the op launches rotary_kv before it.
+constexpr int kMaxRotatedHeads = 16;  // query heads of a KV head
+inline bool can_rotate(const RotaryKvParams& rotary) {
+  return rotary.num_kv_heads > 0 && rotary.num_heads <= kMaxRotatedHeads * rotary.num_kv_heads &&
+         (rotary.head_dim == 64 || rotary.head_dim == 128 || rotary.head_dim == 256) &&
+         rotary.k_scales.empty();
+}
 
 REGISTER_OP(attention_prefill, AttentionParams)
 // The two halves of attention_decode. attention_splits writes the partial results of the splits to

@@ -17,12 +17,14 @@
 #include "core/dispatch.h"
 #include "kernels/attention/decode_launch.cuh"
 #include "kernels/attention/selected_splits.cuh"
+#include "kernels/layer/rotary.cuh"
 
 namespace cpmcu::cuda {
 
 void attention_splits_fp8(const Context& ctx, const AttentionParams& params);
 void attention_splits_fp8_sinks(const Context& ctx, const AttentionParams& params);
 void attention_splits_sinks(const Context& ctx, const AttentionParams& params);
+void attention_splits_rotary(const Context& ctx, const AttentionParams& params);
 void attention_splits_wide(const Context& ctx, const AttentionParams& params);
 
 int merges_from(const Context& ctx, const AttentionParams& params) {
@@ -33,6 +35,13 @@ int merges_from(const Context& ctx, const AttentionParams& params) {
     if constexpr (Many::kMerges) from = DecodeGrid::of<Many>(ctx, params).merge_from();
   });
   return from;
+}
+
+// Whether the kernel applies rotary_kv itself.
+static bool rotates(const AttentionParams& params) {
+  static_assert(kMaxRotatedHeads == kMaxFewRows);
+  return !params.rotary.qkv.empty() && can_rotate(params.rotary) &&
+         params.tokens.max_seq_tokens == 1 && !params.by_position && params.sinks.empty();
 }
 
 // Graph-safe. Reads from the device: seq_slots, seq_token_begin, slot_lengths, ancestor_masks,
@@ -47,13 +56,22 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
   CHECK(!params.by_position || (tokens.ancestor_masks != nullptr && tokens.first_token == 0),
         "attention_decode: by_position needs ancestor_masks and first_token 0; first_token is {}",
         tokens.first_token);
+  CHECK(params.rotary.qkv.empty() || params.selection.empty(),
+        "attention_decode: rotary_kv and a selection are given, expected one of them");
   if (!params.selection.empty()) return sparse_decode(ctx, params);
+  const bool rotates_itself = rotates(params);
+  if (rotates_itself) {
+    check_rotary_kv(params.rotary);
+  } else if (!params.rotary.qkv.empty()) {
+    cuda::rotary_kv(ctx, params.rotary);
+  }
   const int64_t needed =
       attention_scratch_floats(tokens.num_tokens, params.num_heads, params.head_dim, tokens.max_kv);
   CHECK(num_splits(tokens.max_kv) == 1 ||
             (params.scratch.dtype() == DType::kF32 && params.scratch.num_elements() >= needed),
         "attention_decode: scratch is {} {}, expected {} elements of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
+  if (rotates_itself) return attention_splits_rotary(ctx, params);
   if (params.head_dim == 512) return attention_splits_wide(ctx, params);
   const bool is_fp8 = !params.k_scales.empty();
   if (!params.sinks.empty()) {

@@ -32,6 +32,8 @@ constexpr int kKvTile = 32;             // entries of a KV tile
 constexpr int kKvTileN8 = kKvTile / 8;  // mma columns of 8 entries
 constexpr int kWarpRows = 16;           // packed rows of an m16 tile
 
+struct Nothing {};  // in place of a part that a kernel does not have
+
 // The packed rows [first, first + num_rows) of one KV head of a sequence.
 struct Chunk {
   Sequence seq;

@@ -46,8 +46,9 @@ struct DecodeGrid {
   }
 };
 
-template <typename Config, typename Smem, typename Kernel>
-void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
+template <typename Config, typename Smem, typename Kernel, typename... Args>
+void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel,
+                   const Args&... args) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a CTA");
   const DecodeGrid decode_grid = DecodeGrid::of<Config>(ctx, params);
   const dim3 grid(decode_grid.num_chunks * params.num_kv_heads, decode_grid.num_split_ranges,
@@ -60,7 +61,7 @@ void launch_splits(const Context& ctx, const AttentionParams& params, Kernel ker
   launch(ctx, kernel, grid, Config::kThreads,
          num_ctas <= ctx.sm_count ? one_cta_bytes : sizeof(Smem),
          make_decode_args<typename Config::Element>(ctx, params), decode_grid.num_chunks,
-         decode_grid.max_splits);
+         decode_grid.max_splits, args...);
 }
 
 template <typename T, int kDim, bool kFp8, bool kSinks = false>
@@ -73,7 +74,7 @@ void launch_all_splits(const Context& ctx, const AttentionParams& params) {
   } else if (max_packed > kMaxFewRows) {
     launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, false>);
   } else {
-    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, attention_few_rows_kernel<Few>);
+    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, attention_few_rows_kernel<Few>, Nothing{});
   }
 }
 

@@ -8,7 +8,7 @@
 //   3. Barrier. Each warp adds the results of all warps, in order, for its part of the dimensions.
 // Each warp copies its own keys and values, the keys one round ahead, and refills a buffer as soon
 // as it is free. For D = 128, 96 KiB are in flight for each of the two CTAs of an SM before the
-// queries arrive.
+// queries arrive. With kRotary, the kernel applies rotary_kv first (few_rows_rotary.cuh).
 //
 // Surprising: code size matters. Code that runs once costs the time to fetch it, so the prologue
 // and the sums are loops that are not unrolled.
@@ -17,14 +17,16 @@
 // prologue in a function of its own, ptxas 13.0 spills 8 bytes of a thread (D = 64).
 #pragma once
 
-#include "kernels/attention/decode.cuh"
+#include "kernels/attention/few_rows_rotary.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false>
+template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false, bool kRotary_ = false>
 struct FewRowsConfig {
   using Element = T;
+  static constexpr bool kRotary = kRotary_;  // only without kFp8
+  using Rotary = std::conditional_t<kRotary, RotaryKvArgs<T>, Nothing>;
   static constexpr bool kSinks = kSinks_;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
@@ -58,6 +60,7 @@ struct FewRowsSmem {
   WarpBuffers warps[Config::kWarps];
   float2 states[Config::kWarps][Config::kRows];  // row maxima and sums of each KV tile of a round
   PackedRows<Config::kRows> packed;
+  std::conditional_t<Config::kRotary, NewToken<T, kDim>, Nothing> fresh;
 };
 
 // ---- the steps of a round
@@ -109,7 +112,8 @@ __device__ __forceinline__ void multiply_kv_tile(float (&probabilities)[kKvTileN
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     attention_few_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
-                              int num_chunks, int max_splits) {
+                              int num_chunks, int max_splits,
+                              const __grid_constant__ typename Config::Rotary rotary) {
   using T = typename Config::Element;
   using Smem = FewRowsSmem<Config>;
   constexpr int kDim = Config::kDim;
@@ -144,12 +148,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
   auto& buffers = smem.warps[warp];
   auto exists = [&](int entry) { return entry >= range.entry_begin && entry < range.entry_end; };
+  const int loaded_end = Config::kRotary ? seq.first_entry : seq.end();
   // Starts the copy of the KV tile from `entry` on, as one cp.async group. If the range has no such
   // tile, the group is empty.
   auto fetch = [&](auto& tile, Operand operand, int entry, int page) {
     if (exists(entry)) {
       const int64_t offset = entry_offset<kDim>(args, page, chunk.kv_head, entry);
-      fetch_cache<32>(tile, args, operand, offset, seq.end() - entry, lane);
+      fetch_cache<32>(tile, args, operand, offset, loaded_end - entry, lane);
     }
     ptx::cp_async_commit();
   };
@@ -157,7 +162,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   // KV entries of earlier steps are loaded without waiting for the previous kernel (core/launch.h).
   // The queries use the second key buffer of the last warp until they are in registers.
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
-  const bool is_old = (exists(second) ? second : first) + kKvTile <= seq.first_entry;
+  const bool is_old =
+      Config::kRotary || (exists(second) ? second : first) + kKvTile <= seq.first_entry;
   // If there are more CTAs than SMs, keys and values are loaded one after the other. The
   // attention_combine of the previous layer may still run, and the queries wait for its end. Its
   // loads should not queue behind all loads that these CTAs could issue.
@@ -166,6 +172,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   auto& queries_tile =
       reinterpret_cast<typename Smem::Queries&>(smem.warps[Config::kWarps - 1].keys[1]);
   QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy;
+  [[maybe_unused]] const bool owns_new = exists(seq.first_entry);
+  [[maybe_unused]] const int new_page = page_of(args.tokens, slot, seq.first_entry);
 #pragma unroll 1  // small code: code that runs once costs its instruction fetch
   for (int pass = 0; pass < 2; ++pass) {
     const bool now = is_old == (pass == 0);
@@ -177,8 +185,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     if (now) fetch(buffers.keys[0].entries, kKeys, first, page);
     if (pass == 0) {
       smem.packed.template load<false, kDim>(args, chunk);
+      if constexpr (Config::kRotary) {
+        smem.fresh.template rotate_by<Config::kThreads>(rotary, seq.token_begin);
+      }
       __syncthreads();
-      queries_copy.look_up(smem.packed);
+      if constexpr (!Config::kRotary) queries_copy.look_up(smem.packed);
     }
     if (now) {
       if (one_by_one) ptx::cp_async_wait<0>();
@@ -187,7 +198,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       if (!lends_tile) fetch(buffers.keys[1].entries, kKeys, second, next_page);
     }
   }
-  queries_copy.copy(queries_tile, args.qkv);
+  if constexpr (Config::kRotary) {
+    const int64_t offset = entry_offset<kDim>(args, new_page, chunk.kv_head, seq.first_entry);
+    smem.fresh.template apply<Config::kThreads>(rotary, chunk, queries_tile, owns_new, offset);
+  } else {
+    queries_copy.copy(queries_tile, args.qkv);
+  }
   __syncthreads();
   trace.stamp(2);
   uint32_t queries[kDim / 16][4];
@@ -209,11 +225,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     __syncwarp();
     SoftmaxState sums;
     float scores[1][1][kKvTileN8][4];
+    [[maybe_unused]] const int new_row = seq.first_entry - entry;  // row of the new token
+    [[maybe_unused]] const bool has_new = owns_new && new_row >= 0 && new_row < kKvTile;
+    if constexpr (Config::kRotary) {
+      if (has_new) put_row(buffers.keys[i].entries, new_row, smem.fresh.key, lane);
+    }
     if (exists(entry)) {
       sums = score_kv_tile<Config>(scores, queries, smem, args, seq, i, warp, entry);
     }
     ptx::cp_async_wait<1>();
     __syncwarp();
+    if constexpr (Config::kRotary) {
+      if (has_new) put_row(buffers.values, new_row, smem.fresh.value, lane);
+    }
     if (exists(entry)) {
       multiply_kv_tile<Config>(scores[0][0], sums, smem, i, warp, lane);
     }

@@ -286,7 +286,7 @@ void attention_prefill(const Context&, const AttentionParams& params) {
   attention(params);
 }
 
-void attention_splits(const Context&, const AttentionParams& params) {
+void attention_splits(const Context& ctx, const AttentionParams& params) {
   CHECK(params.tokens.max_seq_tokens <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         params.tokens.max_seq_tokens);
@@ -294,6 +294,9 @@ void attention_splits(const Context&, const AttentionParams& params) {
             (params.tokens.ancestor_masks != nullptr && params.tokens.first_token == 0),
         "attention_decode: by_position needs masks and a step in one launch, not first_token {}",
         params.tokens.first_token);
+  CHECK(params.rotary.qkv.empty() || params.selection.empty(),
+        "attention_decode: rotary_kv and a selection are given, expected one of them");
+  if (!params.rotary.qkv.empty()) cpu::rotary_kv(ctx, params.rotary);
   attention(params);
 }
 

@@ -1,6 +1,7 @@
-// One head of rotary_kv.h: bias, RMSNorm and RoPE by a group of D / 16 lanes. rotary_kv and attention
-// of plain decode steps (kernels/attention/few_rows.cuh) call the same functions, so their bits are
-// the same. Every operation that the compiler could contract rounds explicitly (__fmaf_rn).
+// One head of rotary_kv.h: bias, RMSNorm and RoPE by a group of D / 16 lanes. rotary_kv and
+// attention of plain decode steps (kernels/attention/few_rows.cuh) call the same functions, so
+// their bits are the same. Every operation that the compiler could contract rounds explicitly
+// (__fmaf_rn).
 #pragma once
 
 #include "core/vec.cuh"
@@ -41,6 +42,8 @@ struct PartPlace {
   int low, high;
   bool rotates;
 
+  __device__ PartPlace(int low_, int high_, bool rotates_)
+      : low(low_), high(high_), rotates(rotates_) {}
   __device__ PartPlace(int lane, int rotary_dim) {
     const int rotated_lanes = rotary_dim / 16;
     rotates = lane < rotated_lanes;
