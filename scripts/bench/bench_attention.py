@@ -8,9 +8,11 @@ cost of a graph launch is paid once a step. The roofline is the read bandwidth o
 Decode is timed for one token, for a chain of 32 tokens, and for the verification of a tree of 32
 tokens (by_position). The outputs of the tree must be bit-identical to plain decoding.
 
-With --fp8, the cache has e4m3 codes and their scales.
+With --fp8, the cache has e4m3 codes and their scales. With --rotary, rotary_kv with norms of q and
+k runs before each decode attention: as a launch of its own (apart), or as part of it (together).
+With --one-token, only decode of one token is timed.
 
-    python scripts/bench/bench_attention.py [--dtype bfloat16] [--fp8] [--json]
+    python scripts/bench/bench_attention.py [--fp8] [--rotary apart] [--one-token]
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from cpmcu import C
 ops = C.ops
 PAGE = 64
 HEAD_DIM = 128
-LAYOUTS = [(32, 8), (32, 2)]  # query heads, KV heads
-DECODE_CELLS = [1024, 8192, 32768, 131072]
+LAYOUTS = [(32, 8), (32, 4), (32, 2)]  # query heads, KV heads
+DECODE_CELLS = [1024, 1100, 8192, 32768, 131072]
 DECODE_ROWS = [(1, False), (32, False), (32, True)]  # number of rows, and whether they are a tree
 PROMPTS = [2048, 8192, 32768]
 CHUNK = 2048
@@ -121,6 +123,7 @@ class Shape:
         copies: int,
         dtype: str,
         fp8: bool,
+        rotary: str = "",
     ) -> None:
         self.ctx, (self.num_heads, self.num_kv_heads) = ctx, heads
         pages = -(-entries // PAGE)
@@ -130,9 +133,15 @@ class Shape:
         self.caches = caches(ctx, cache, dtype, fp8)
         columns = (self.num_heads + 2 * self.num_kv_heads) * HEAD_DIM
         self.qkv = normal(ctx, [rows, columns], dtype)
+        self.rotary = rotary
+        self.norm = normal(ctx, [HEAD_DIM], dtype)
+        self.inv_freq = raw(ctx, 1e4 ** -np.linspace(0, 1, HEAD_DIM // 2, dtype=np.float32))
         self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
         floats = ops.attention_scratch_floats(
-            num_tokens=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
+            num_tokens=rows,
+            num_heads=self.num_heads,
+            head_dim=HEAD_DIM,
+            max_kv=1 << (entries - 1).bit_length(),
         )
         if rows > PAGE:
             floats = ops.fp8_prefill_floats(self.num_kv_heads, HEAD_DIM, entries) if fp8 else 1
@@ -147,7 +156,7 @@ class Shape:
             num_tokens=count,
             num_seqs=1,
             max_seq_tokens=count,
-            max_kv=length + count,
+            max_kv=1 << (length + count - 1).bit_length(),  # as for the graphs of an engine
             positions=put(ctx, [length + depth for depth in depths]),
             token_seqs=put(ctx, np.zeros(count)),
             seq_slots=put(ctx, [slot]),
@@ -158,6 +167,23 @@ class Shape:
         )
 
     def run(self, op: Callable[..., None], rows: Any, by_position: bool = False) -> None:
+        more = {}
+        if self.rotary:
+            rotary = ops.RotaryKv(
+                qkv=self.qkv,
+                q_norm=self.norm,
+                k_norm=self.norm,
+                inv_freq=self.inv_freq,
+                **self.caches,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=HEAD_DIM,
+                tokens=rows,
+            )
+            if self.rotary == "apart":
+                ops.rotary_kv(self.ctx, rotary)
+            else:
+                more["rotary"] = rotary
         attention = ops.Attention(
             out=self.out,
             qkv=self.qkv,
@@ -169,17 +195,25 @@ class Shape:
             by_position=by_position,
             tokens=rows,
             scratch=self.scratch,
+            **more,
         )
         op(self.ctx, attention)
 
 
 def decode(
-    ctx: Any, heads: tuple[int, int], entries: int, rows: int, dtype: str, tree: bool, fp8: bool
+    ctx: Any,
+    heads: tuple[int, int],
+    entries: int,
+    rows: int,
+    dtype: str,
+    tree: bool,
+    fp8: bool,
+    rotary: str = "",
 ) -> dict[str, float]:
     kv_bytes = 2 * entries * heads[1] * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
     copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes)))
     launches = max(LAUNCHES, copies)
-    shape = Shape(ctx, heads, entries, rows, copies, dtype, fp8)
+    shape = Shape(ctx, heads, entries, rows, copies, dtype, fp8, rotary)
     masks = tree_masks(rows) if tree else None
     steps = [shape.rows(slot, copies, entries - rows, rows, masks) for slot in range(copies)]
 
@@ -225,6 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
     parser.add_argument("--fp8", action="store_true", help="an fp8 cache")
+    parser.add_argument("--rotary", default="", choices=["", "apart", "together"])
+    parser.add_argument("--one-token", action="store_true", help="only decode of one token")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     ctx = ops.Context("cuda")
@@ -247,13 +283,13 @@ def main() -> None:
         sys.stdout.write(f"read bandwidth {peak:.0f} GB/s, {args.dtype}, D {HEAD_DIM}\n")
     for heads in LAYOUTS:
         label = f"Hq {heads[0]} Hkv {heads[1]}"
-        for rows, tree in DECODE_ROWS:
+        for rows, tree in DECODE_ROWS[: 1 if args.one_token else None]:
             for entries in DECODE_CELLS:
-                result = decode(ctx, heads, entries, rows, args.dtype, tree, args.fp8)
+                result = decode(ctx, heads, entries, rows, args.dtype, tree, args.fp8, args.rotary)
                 report(
                     f"decode {label} entries {entries} {'tree' if tree else 'rows'} {rows}", result
                 )
-        for prompt in PROMPTS:
+        for prompt in [] if args.one_token else PROMPTS:
             result = prefill(ctx, heads, prompt, args.dtype, args.fp8)
             report(f"prefill {label} prompt {prompt} chunk {CHUNK}", result)
 
