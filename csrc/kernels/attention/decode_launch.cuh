@@ -55,11 +55,14 @@ void launch_splits(const Context& ctx, const AttentionParams& params, Kernel ker
                   params.tokens.num_seqs);
   // If every CTA can have an SM of its own, each CTA asks for more than half of the SM's shared
   // memory. Two CTAs on one SM would be slower.
+  // With rotary_kv, the kernel follows the qkv GEMM and must fit beside it (kMoreShared in
+  // gemm/packed/kernel.cuh), so that its loads start early.
+  constexpr bool kFollowsGemm = requires { requires Config::kRotary; };
   const size_t one_cta_bytes = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
   const int num_ctas = static_cast<int>(grid.x * grid.y * grid.z);
   allow_shared_bytes(kernel, one_cta_bytes);
   launch(ctx, kernel, grid, Config::kThreads,
-         num_ctas <= ctx.sm_count ? one_cta_bytes : sizeof(Smem),
+         !kFollowsGemm && num_ctas <= ctx.sm_count ? one_cta_bytes : sizeof(Smem),
          make_decode_args<typename Config::Element>(ctx, params), decode_grid.num_chunks,
          decode_grid.max_splits, args...);
 }
