@@ -19,30 +19,29 @@
 
 namespace cpmcu {
 
-// `cluster`: the number of neighbouring CTAs in a thread block cluster (compute capability 9.0 and
-// up).
+// `cluster`: the neighbouring CTAs in a thread block cluster (compute capability 9.0 and up).
 template <typename... Params, typename... Args>
-void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), dim3 grid,
+void launch_cluster(const Context& ctx, dim3 cluster, void (*kernel)(Params...), dim3 grid,
                     dim3 block, size_t shared_bytes, const Args&... args) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {.x = static_cast<unsigned>(cluster), .y = 1, .z = 1};
+  attributes[1].val.clusterDim = {.x = cluster.x, .y = cluster.y, .z = cluster.z};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(ctx.stream);
   config.attrs = attributes;
-  config.numAttrs = ctx.code_capability < 90 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = ctx.code_capability < 90 ? 0 : cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
   CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 
 template <typename... Params, typename... Args>
 void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block,
             size_t shared_bytes, const Args&... args) {
-  launch_cluster(ctx, 1, kernel, grid, block, shared_bytes, args...);
+  launch_cluster(ctx, dim3(1), kernel, grid, block, shared_bytes, args...);
 }
 
 // Dynamic shared memory above 48 KiB must be enabled once for each kernel and device. The carve-out

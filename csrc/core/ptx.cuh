@@ -231,7 +231,7 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Stores 16 bytes to another CTA of the cluster (DSMEM). The bytes count on the receiver's barrier,
+// Stores 16 or 8 bytes to a CTA of the cluster (DSMEM). The bytes count on the receiver's barrier,
 // so only the receiver waits and no fence is needed. Both addresses are cluster_address()es of one
 // rank.
 __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4],
@@ -240,6 +240,14 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(to),
       "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_cluster8(uint32_t to, float2 v, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
+      "f"(v.x), "f"(v.y), "r"(barrier)
       : "memory");
 }
 

@@ -274,6 +274,31 @@ def test_decode_does_not_depend_on_max_kv(device: str, dtype: str) -> None:
         assert np.array_equal(case.run(DECODE, device).numpy(), expected), f"max_kv {max_kv}"
 
 
+LAST_ENTRIES = sizes(0, 127, 128, 300, 383, 640, 895, 1023, 1024, 1100, 1500, 1919, 2047, small=4)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("heads", "count"),
+    sizes(
+        ((8, 1, 128), 1), ((32, 4, 128), 1), ((32, 8, 128), 2), ((3, 1, 128), 1), ((7, 1, 64), 1),
+        ((8, 2, 64), 2), ((2, 2, 64), 8), small=2,
+    ),
+)  # fmt: skip
+def test_clusters_do_not_change_a_bit(
+    device: str, dtype: str, count: int, heads: tuple[int, int, int]
+) -> None:
+    """With up to 2048 entries, Hopper combines the splits of few tokens in clusters."""
+    for length in LAST_ENTRIES:
+        case = Case(Step(lengths=[length], counts=[count]), *heads, dtype)
+        found = []
+        for max_kv in (length + count, 2048 + count - 1, 8192):
+            case.step.max_kv = max_kv
+            found.append(case.run(DECODE, device).numpy())
+        assert np.array_equal(found[0], found[2]), f"{length} entries, the grid of {length}"
+        assert np.array_equal(found[1], found[2]), f"{length} entries, the grid of 2048"
+
+
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (2, 1, 512)])
 @pytest.mark.parametrize("length", [0, 700])

@@ -21,65 +21,6 @@
 namespace cpmcu::cuda {
 namespace {
 
-// kSplitsTogether splits of four dimensions of a token and query head.
-struct SplitParts {
-  float part[kSplitsTogether][4];
-
-  // acc: the accumulators of the token and head. A missing or merged split loads another split's
-  // values; its weight is 0.
-  template <typename Splits>
-  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
-                                       const Splits& splits) {
-#pragma unroll
-    for (int i = 0; i < kSplitsTogether; ++i) {
-      const int s = ::min(::max(at * kSplitsTogether + i, splits.begin), splits.count - 1);
-      *reinterpret_cast<float4*>(part[i]) =
-          *reinterpret_cast<const float4*>(acc + splits.partial(s) * acc_stride);
-    }
-  }
-  // Adds part * weight in the order of splits, then of split groups. `states` are those of the
-  // splits.
-  __device__ __forceinline__ void add_up(float (&sum)[4], const float2* states,
-                                         float row_max) const {
-#pragma unroll
-    for (int group = 0; group < kGroupsTogether; ++group) {
-      float group_sum[4] = {};
-#pragma unroll
-      for (int i = group * kSplitsPerGroup; i < (group + 1) * kSplitsPerGroup; ++i) {
-        const float weight = weight_of(states[i].x, row_max);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) group_sum[j] = __fmaf_rn(part[i][j], weight, group_sum[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        sum[j] = group == 0 ? group_sum[j] : __fadd_rn(sum[j], group_sum[j]);
-    }
-  }
-};
-
-// The row maximum and sum of a token and head, by one warp. `states` has num_groups split groups; a
-// missing split has the state (-inf, 0).
-__device__ __forceinline__ float2 row_max_and_sum(const float2* states, int num_groups) {
-  const int lane = threadIdx.x % 32;
-  float row_max = kMinusInfinity;
-  for (int s = lane; s < num_groups * kSplitsPerGroup; s += 32) {
-    row_max = fmaxf(row_max, states[s].x);
-  }
-  row_max = warp_reduce(row_max, Max{});
-  float sum = 0;
-  for (int first = 0; first < num_groups; first += 32) {
-    const int group = first + lane;
-    float group_sum = 0;
-#pragma unroll
-    for (int s = group * kSplitsPerGroup; s < (group + 1) * kSplitsPerGroup && group < num_groups;
-         ++s) {
-      group_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, row_max), group_sum);
-    }
-    sum = add_split_groups(sum, group_sum, true);
-  }
-  return make_float2(row_max, sum_of_split_groups(sum, true));
-}
-
 // A CTA has one token, one query head and 1 / kParts of the dimensions. A thread has four
 // dimensions and every kGroups-th SplitParts. The sums of the SplitParts are added in order.
 template <typename T, int kDim_, int kParts_, int kThreads_, bool kSinks_ = false>
@@ -199,6 +140,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params, int max_s
 void combine_splits(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
   const int max_splits = num_splits(params.tokens.max_kv);
   if (params.tokens.num_tokens == 0 || (params.selection.empty() && max_splits == 1)) return;
+  if (is_combined_in_clusters(ctx, params)) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     using T = decltype(element);
     if (!params.selection.empty()) {

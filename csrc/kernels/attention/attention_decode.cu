@@ -21,6 +21,9 @@
 
 namespace cpmcu::cuda {
 
+#ifdef CPMCU_SM90
+void attention_splits_cluster_sm90(const Context& ctx, const AttentionParams& params, bool rotates);
+#endif
 void attention_splits_fp8(const Context& ctx, const AttentionParams& params);
 void attention_splits_fp8_sinks(const Context& ctx, const AttentionParams& params);
 void attention_splits_sinks(const Context& ctx, const AttentionParams& params);
@@ -35,6 +38,22 @@ int merges_from(const Context& ctx, const AttentionParams& params) {
     if constexpr (Many::kMerges) from = DecodeGrid::of<Many>(ctx, params).merge_from();
   });
   return from;
+}
+
+bool is_combined_in_clusters([[maybe_unused]] const Context& ctx,
+                             [[maybe_unused]] const AttentionParams& params) {
+#ifdef CPMCU_SM90
+  // All splits of a KV head are in a cluster, and all clusters run at a time.
+  const StepTokens& tokens = params.tokens;
+  const int splits = num_splits(tokens.max_kv), rows = params.num_heads * tokens.max_seq_tokens;
+  return ctx.compute_capability == 90 && splits > 1 && splits <= kMaxClusterSplits &&
+         rows <= kMaxClusterRows * params.num_kv_heads && !params.by_position &&
+         params.window == 0 && params.selection.empty() && params.sinks.empty() &&
+         params.k_scales.empty() && (params.head_dim == 64 || params.head_dim == 128) &&
+         params.num_kv_heads * tokens.num_seqs * cluster_size_of(splits) <= ctx.sm_count;
+#else
+  return false;
+#endif
 }
 
 // Whether the kernel applies rotary_kv itself.
@@ -71,6 +90,11 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
             (params.scratch.dtype() == DType::kF32 && params.scratch.num_elements() >= needed),
         "attention_decode: scratch is {} {}, expected {} elements of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
+#ifdef CPMCU_SM90
+  if (is_combined_in_clusters(ctx, params)) {
+    return attention_splits_cluster_sm90(ctx, params, rotates_itself);
+  }
+#endif
   if (rotates_itself) return attention_splits_rotary(ctx, params);
   if (params.head_dim == 512) return attention_splits_wide(ctx, params);
   const bool is_fp8 = !params.k_scales.empty();

@@ -17,6 +17,10 @@ constexpr int kMaxCombinedSplits = 64;
 // CTAs, so the next kernel finds room on more SMs.
 void attention_combine_before_fused_layer(const Context& ctx, const AttentionParams& params);
 
+// Whether attention_splits combines the splits itself, in thread block clusters
+// (few_rows_cluster.cuh). attention_combine then has nothing to do.
+bool is_combined_in_clusters(const Context& ctx, const AttentionParams& params);
+
 // The partial results in scratch.
 struct Partials {
   float* acc;        // [splits, T * Hq, D], dimensions in the order of dimension_at()
@@ -115,6 +119,65 @@ __device__ __forceinline__ float sum_of_split_groups(float sum, bool are_merged)
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i * apart));
   }
   return sum;
+}
+
+// kSplitsTogether splits of four dimensions of a token and query head.
+struct SplitParts {
+  float part[kSplitsTogether][4];
+
+  // acc: the accumulators of the token and head. A missing or merged split loads another split's
+  // values; its weight is 0.
+  template <typename Splits>
+  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
+                                       const Splits& splits) {
+#pragma unroll
+    for (int i = 0; i < kSplitsTogether; ++i) {
+      const int s = ::min(::max(at * kSplitsTogether + i, splits.begin), splits.count - 1);
+      *reinterpret_cast<float4*>(part[i]) =
+          *reinterpret_cast<const float4*>(acc + splits.partial(s) * acc_stride);
+    }
+  }
+  // Adds part * weight in the order of splits, then of split groups. `states` are those of the
+  // splits.
+  __device__ __forceinline__ void add_up(float (&sum)[4], const float2* states,
+                                         float row_max) const {
+#pragma unroll
+    for (int group = 0; group < kGroupsTogether; ++group) {
+      float group_sum[4] = {};
+#pragma unroll
+      for (int i = group * kSplitsPerGroup; i < (group + 1) * kSplitsPerGroup; ++i) {
+        const float weight = weight_of(states[i].x, row_max);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) group_sum[j] = __fmaf_rn(part[i][j], weight, group_sum[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        sum[j] = group == 0 ? group_sum[j] : __fadd_rn(sum[j], group_sum[j]);
+    }
+  }
+};
+
+// The row maximum and sum of a token and head, by one warp. `states` has num_groups split groups; a
+// missing split has the state (-inf, 0).
+__device__ __forceinline__ float2 row_max_and_sum(const float2* states, int num_groups) {
+  const int lane = threadIdx.x % 32;
+  float row_max = kMinusInfinity;
+  for (int s = lane; s < num_groups * kSplitsPerGroup; s += 32) {
+    row_max = fmaxf(row_max, states[s].x);
+  }
+  row_max = warp_reduce(row_max, Max{});
+  float sum = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int group = first + lane;
+    float group_sum = 0;
+#pragma unroll
+    for (int s = group * kSplitsPerGroup; s < (group + 1) * kSplitsPerGroup && group < num_groups;
+         ++s) {
+      group_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, row_max), group_sum);
+    }
+    sum = add_split_groups(sum, group_sum, true);
+  }
+  return make_float2(row_max, sum_of_split_groups(sum, true));
 }
 
 }  // namespace cpmcu::cuda

@@ -9,6 +9,7 @@
 // Each warp copies its own keys and values, the keys one round ahead, and refills a buffer as soon
 // as it is free. For D = 128, 96 KiB are in flight for each of the two CTAs of an SM before the
 // queries arrive. With kRotary, the kernel applies rotary_kv first (few_rows_rotary.cuh).
+// With kCluster, it combines the splits (few_rows_cluster.cuh); a CTA then has one split.
 //
 // Surprising: code size matters. Code that runs once costs the time to fetch it, so the prologue
 // and the sums are loops that are not unrolled.
@@ -17,17 +18,21 @@
 // prologue in a function of its own, ptxas 13.0 spills 8 bytes of a thread (D = 64).
 #pragma once
 
+#include "kernels/attention/few_rows_cluster.cuh"
 #include "kernels/attention/few_rows_rotary.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false, bool kRotary_ = false>
+template <typename T, int kDim_, bool kFp8_ = false, bool kSinks_ = false, bool kRotary_ = false,
+          bool kCluster_ = false>
 struct FewRowsConfig {
   using Element = T;
   static constexpr bool kRotary = kRotary_;  // only without kFp8
   using Rotary = std::conditional_t<kRotary, RotaryKvArgs<T>, Nothing>;
   static constexpr bool kSinks = kSinks_;
+  static constexpr bool kCluster = kCluster_;  // only for D up to 128, without kSinks
+  using Target = std::conditional_t<kCluster, typename ClusterSums<kDim_>::Target, Nothing>;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = kDim <= 128 ? 4 : 2;
@@ -38,6 +43,8 @@ struct FewRowsConfig {
   static constexpr int kColumns = kDim / kWarps;  // dimensions of the output that a warp sums
   static constexpr int kCtasPerSm = kDim == 64 ? 4 : 2;  // CTAs that fit on one SM
   static_assert(split_begin(1) % kRoundEntries == 0, "a round must lie in one split");
+  static_assert(!kCluster || split_begin(1) == kRoundEntries, "a cluster's CTA has one round");
+  static constexpr int kKeyBuffers = kCluster ? 1 : 2;
 };
 
 template <typename Config>
@@ -50,17 +57,29 @@ struct FewRowsSmem {
     // Sums of probability * value over the KV tile. They replace the keys.
     float4 acc[kDim / 8][32];
   };
-  struct WarpBuffers {  // each warp fills only its own buffers
-    Keys keys[2];       // the keys of this round and of the next one
+  struct WarpBuffers {               // each warp fills only its own buffers
+    Keys keys[Config::kKeyBuffers];  // the keys of this round and of the next one
     KvTile values;
   };
   static_assert(sizeof(KvTile) == sizeof(Keys) || Config::kFp8);
   using Queries = SwizzledTile<T, Config::kRows, kDim>;
   static_assert(sizeof(Queries) <= sizeof(Keys), "the queries must fit a key buffer");
   WarpBuffers warps[Config::kWarps];
+  std::conditional_t<Config::kCluster, Queries, Nothing> queries;
   float2 states[Config::kWarps][Config::kRows];  // row maxima and sums of each KV tile of a round
   PackedRows<Config::kRows> packed;
   std::conditional_t<Config::kRotary, NewToken<T, kDim>, Nothing> fresh;
+  std::conditional_t<Config::kCluster, ClusterSums<kDim>, Nothing> sums;
+
+  // The tile of the queries. Without kCluster, it is the second key buffer of the last warp, until
+  // the queries are in registers.
+  __device__ __forceinline__ Queries& queries_tile() {
+    if constexpr (Config::kCluster) {
+      return queries;
+    } else {
+      return reinterpret_cast<Queries&>(warps[Config::kWarps - 1].keys[1]);
+    }
+  }
 };
 
 // ---- the steps of a round
@@ -121,6 +140,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   auto& smem = *reinterpret_cast<Smem*>(shared);
 
   Trace trace;
+  if constexpr (Config::kCluster) smem.sums.begin();
   // For one token, the next kernel fits beside this one and can start early: it prefetches weights,
   // or it is attention_combine. For more tokens, it finds no room before this kernel ends.
   const bool launches_early = args.tokens.num_tokens == 1;
@@ -160,7 +180,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   };
 
   // KV entries of earlier steps are loaded without waiting for the previous kernel (core/launch.h).
-  // The queries use the second key buffer of the last warp until they are in registers.
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
   const bool is_old =
       Config::kRotary || (exists(second) ? second : first) + kKvTile <= seq.first_entry;
@@ -168,10 +187,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   // attention_combine of the previous layer may still run, and the queries wait for its end. Its
   // loads should not queue behind all loads that these CTAs could issue.
   const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_sms();
-  const bool lends_tile = warp == Config::kWarps - 1;
-  auto& queries_tile =
-      reinterpret_cast<typename Smem::Queries&>(smem.warps[Config::kWarps - 1].keys[1]);
+  const bool lends_tile = !Config::kCluster && warp == Config::kWarps - 1;
+  auto& next_keys = buffers.keys[Config::kKeyBuffers - 1].entries;
+  auto& queries_tile = smem.queries_tile();
   QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy;
+  const int num_seq_splits = num_splits(seq.end());
+  const bool combines = Config::kCluster && num_seq_splits > 1;
+  typename Config::Target target;
+  if constexpr (Config::kCluster) {
+    if (combines) smem.sums.expect(range.split, num_seq_splits, chunk.num_packed);
+    target = smem.sums.target_of(lane / 4, range.split, num_seq_splits);
+  }
   [[maybe_unused]] const bool owns_new = exists(seq.first_entry);
   [[maybe_unused]] const int new_page = page_of(args.tokens, slot, seq.first_entry);
 #pragma unroll 1  // small code: code that runs once costs its instruction fetch
@@ -195,7 +221,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       if (one_by_one) ptx::cp_async_wait<0>();
       fetch(buffers.values, kValues, first, page);
       if (one_by_one) ptx::cp_async_wait<0>();
-      if (!lends_tile) fetch(buffers.keys[1].entries, kKeys, second, next_page);
+      if (!lends_tile) fetch(next_keys, kKeys, second, next_page);
     }
   }
   if constexpr (Config::kRotary) {
@@ -210,13 +236,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], queries_tile, 0, k16);
   __syncthreads();
-  if (lends_tile) fetch(buffers.keys[1].entries, kKeys, second, next_page);
+  if (lends_tile) fetch(next_keys, kKeys, second, next_page);
 
   RowTile<Config::kColumns> state;  // state of the split: all rows, this warp's dimensions
   state.clear();
   int split = range.split, split_end = split_begin(split + 1);
 #pragma unroll 1
-  for (int i = 0; round_entry < range.entry_end; round_entry += Config::kRoundEntries, i ^= 1) {
+  for (int i = 0; round_entry < range.entry_end;
+       round_entry += Config::kRoundEntries, i ^= Config::kKeyBuffers - 1) {
     // In flight at this point: keys, values, and the keys of the next round.
     const int entry = round_entry + warp * kKvTile;
     page = next_page;
@@ -263,10 +290,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     __syncthreads();
     fetch(buffers.keys[i].entries, kKeys, entry + 2 * Config::kRoundEntries, next_page);
     if (round_entry + Config::kRoundEntries >= min(split_end, range.entry_end)) {
-      write_split<kDim, Config::kSinks>(args, smem.packed, state, 0, warp * Config::kColumns, split,
-                                        max_splits);
+      if (combines) {
+        if constexpr (Config::kCluster) {
+          smem.sums.send(target, state, warp * Config::kColumns, lane, chunk.num_packed);
+        }
+      } else {
+        write_split<kDim, Config::kSinks>(args, smem.packed, state, 0, warp * Config::kColumns,
+                                          split, max_splits);
+      }
       split_end = split_begin(++split + 1);
       state.clear();
+    }
+  }
+  if constexpr (Config::kCluster) {
+    if (combines) {
+      smem.sums.template combine<Config::kWarps>(args, smem.packed, range.split, num_seq_splits,
+                                                 chunk.num_packed);
     }
   }
   trace.stamp(3);
