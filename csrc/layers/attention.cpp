@@ -237,8 +237,11 @@ class AttentionBlock : public Block {
                    .qkv = qkv,
                    .begin =
                        [=, this](const Context& ctx, const Step& step, const Rows& rows,
-                                 const RotaryKvParams& rotary) {
-                         return attend(ctx, step, rows(out), rows(qkv), splits, rotary);
+                                 const RotaryKvParams& rotary, bool leaves_combine) {
+                         AttentionParams params = params_of(ctx, step, rows(out), rows(qkv));
+                         params.rotary = rotary;
+                         params.leaves_combine = leaves_combine;
+                         return attend(ctx, step, params, splits);
                        },
                    .splits = splits,
                    .rotates = !sparse_ && !shape_.sinks});
@@ -345,36 +348,38 @@ class AttentionBlock : public Block {
             .head_dim = shape_.head_dim,
             .tokens = {.page_table = page_table_}};
   }
-  // AttentionOp::begin. If `splits`, it may leave attention_combine to the next launch.
-  AttentionParams attend(const Context& ctx, const Step& step, const Tensor& out, const Tensor& qkv,
-                         bool splits, const RotaryKvParams& rotary) const {
+  // Selects blocks if attention is sparse.
+  AttentionParams params_of(const Context& ctx, const Step& step, const Tensor& out,
+                            const Tensor& qkv) const {
     const bool is_prefill = step.phase == Phase::kPrefill;
     StepTokens tokens = step.tokens;
     tokens.page_table = page_table_;  // the page table of the layers with this window
-    AttentionParams params{
-        .out = out,
-        .qkv = qkv,
-        .layout = shape_.layout(),
-        .k_cache = keys_,
-        .v_cache = values_,
-        .k_scales = key_scales_,
-        .v_scales = value_scales_,
-        .scale = shape_.softmax_scale,
-        .num_heads = shape_.num_heads,
-        .num_kv_heads = shape_.num_kv_heads,
-        .head_dim = shape_.head_dim,
-        .window = shape_.window,
-        .by_position = step.verify,
-        .selection = sparse_ ? sparse_->select(ctx, qkv, shape_.layout(), tokens, !is_prefill)
-                             : BlockSelection(),
-        .sinks = sinks_,
-        .tokens = tokens,
-        .rotary = rotary,
-        .scratch = partials_};
-    if (is_prefill) {
+    return {.out = out,
+            .qkv = qkv,
+            .layout = shape_.layout(),
+            .k_cache = keys_,
+            .v_cache = values_,
+            .k_scales = key_scales_,
+            .v_scales = value_scales_,
+            .scale = shape_.softmax_scale,
+            .num_heads = shape_.num_heads,
+            .num_kv_heads = shape_.num_kv_heads,
+            .head_dim = shape_.head_dim,
+            .window = shape_.window,
+            .by_position = step.verify,
+            .selection = sparse_ ? sparse_->select(ctx, qkv, shape_.layout(), tokens, !is_prefill)
+                                 : BlockSelection(),
+            .sinks = sinks_,
+            .tokens = tokens,
+            .scratch = partials_};
+  }
+  // AttentionOp::begin. If `splits`, it may leave attention_combine to the next launch.
+  static AttentionParams attend(const Context& ctx, const Step& step, AttentionParams params,
+                                bool splits) {
+    if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
-      if (!rotary.qkv.empty()) rotary_kv(ctx, rotary);
+      if (!params.rotary.qkv.empty()) rotary_kv(ctx, params.rotary);
       params.rotary = {};
       decode_in_groups(ctx, params);
     } else if (!splits || !params.selection.empty()) {

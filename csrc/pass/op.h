@@ -76,9 +76,9 @@ struct RotaryOp {
 struct AttentionOp {
   Value out, qkv;
   // Returns the parameters of attention_combine if that is still to be launched, else no `out`.
-  // `rotary`: AttentionParams::rotary.
+  // `rotary`, `leaves_combine`: those of AttentionParams.
   std::function<AttentionParams(const Context&, const Step&, const Rows&,
-                                const RotaryKvParams& rotary)>
+                                const RotaryKvParams& rotary, bool leaves_combine)>
       begin;
   bool splits = true;    // false: `begin` does all the work, and no attention_combine follows
   bool rotates = false;  // attention may apply the rotary_kv before it

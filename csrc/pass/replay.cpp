@@ -79,7 +79,7 @@ class Replay {
   void run(const Launch& launch, const AttentionOp& attention, const Rows& rows) {
     RotaryKvParams rotary;
     if (launch.rotary >= 0) rotary = rotary_params(get<RotaryOp>(launch.rotary), rows);
-    const AttentionParams rest = attention.begin(ctx_, step_, rows, rotary);
+    const AttentionParams rest = attention.begin(ctx_, step_, rows, rotary, launch.leaves_combine);
     if (launch.leaves_combine) {
       rest_ = rest;
     } else if (!rest.out.empty()) {

@@ -70,6 +70,9 @@ struct AttentionParams {
   // first. The queries in qkv are unspecified afterwards. Excludes a selection. Empty qkv:
   // rotary_kv has run.
   RotaryKvParams rotary{};
+  // attention_splits only: a fused layer combines the splits. Then the op never combines them in
+  // clusters, which is slower.
+  bool leaves_combine = false;
   // float32. attention_decode: at least attention_scratch_floats(...) elements. attention_prefill
   // of heads of 128 over an fp8 cache on Hopper: at least fp8_pair_floats(...).
   Tensor scratch;

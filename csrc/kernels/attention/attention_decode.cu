@@ -46,10 +46,11 @@ bool is_combined_in_clusters([[maybe_unused]] const Context& ctx,
   // All splits of a KV head are in a cluster, and all clusters run at a time.
   const StepTokens& tokens = params.tokens;
   const int splits = num_splits(tokens.max_kv), rows = params.num_heads * tokens.max_seq_tokens;
-  return ctx.compute_capability == 90 && splits > 1 && splits <= kMaxClusterSplits &&
-         rows <= kMaxClusterRows * params.num_kv_heads && !params.by_position &&
-         params.window == 0 && params.selection.empty() && params.sinks.empty() &&
-         params.k_scales.empty() && (params.head_dim == 64 || params.head_dim == 128) &&
+  return ctx.compute_capability == 90 && !params.leaves_combine && splits > 1 &&
+         splits <= kMaxClusterSplits && rows <= kMaxClusterRows * params.num_kv_heads &&
+         !params.by_position && params.window == 0 && params.selection.empty() &&
+         params.sinks.empty() && params.k_scales.empty() &&
+         (params.head_dim == 64 || params.head_dim == 128) &&
          params.num_kv_heads * tokens.num_seqs * cluster_size_of(splits) <= ctx.sm_count;
 #else
   return false;

@@ -199,9 +199,7 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
       }
     }
     if (has_attention && row == 0) {
-      args.combine_mode = is_combined_in_clusters(ctx, p.attention)
-                              ? CombineMode::kNone
-                              : combine_mode_of(target, p, args.parts[0], num_ctas);
+      args.combine_mode = combine_mode_of(target, p, args.parts[0], num_ctas);
       args.max_splits = num_splits(p.attention.tokens.max_kv);
       args.head_dim = p.attention.head_dim;
       if (args.combine_mode == CombineMode::kNone)
