@@ -297,6 +297,13 @@ __device__ __forceinline__ int uniform_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
+// The lane of this thread. volatile: what is computed from it is not moved in front of a loop.
+__device__ __forceinline__ int volatile_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // (v & mask) | bits in one instruction. For building floating-point numbers from bits.
 __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
   uint32_t out;

@@ -152,9 +152,8 @@ template <typename T>
 __device__ __forceinline__ void store_tile(const ExpertArgs& args, const PairRows<1>& rows,
                                            const float (&first)[4], const float (&second)[4],
                                            int tile, const T* bias) {
-  // volatile: else nvcc computes addresses before the main loop and spills them.
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  // Else nvcc computes addresses before the main loop and spills them.
+  const int lane = ptx::volatile_lane();
   const int g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
