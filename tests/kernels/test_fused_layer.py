@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cpmcu import C
-from tests.kernels import group_weights
+from tests.kernels import fp8_weights, group_weights
 from tests.kernels.attention import Case
 from tests.kernels.group_weights import KINDS, make_weights
 from tests.kernels.packed import Weights, random_x, scratch_of
@@ -78,10 +78,10 @@ class FourBits(Weights):
 
 
 @dataclass
-class Grouped:
-    """Weights with scales for small groups of k."""
+class Others:
+    """Weights of 8 bits, or with scales for small groups of k."""
 
-    weights: group_weights.Weights
+    weights: fp8_weights.Weights | group_weights.Weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
@@ -94,7 +94,7 @@ class Grouped:
 class Gemm:
     """y [M, N] = alpha * x W^T + beta * y + bias; with `norm`, the next GEMM reads y RMS-normed."""
 
-    weights: FourBits | Grouped | Dense
+    weights: FourBits | Others | Dense
     alpha: float = 1
     beta: float = 0
     norm: Floats | None = None
@@ -126,10 +126,13 @@ class Layer:
         make: Callable[..., Any] = partial(FourBits, **kind)
         if bits == 16:
             make = partial(Dense, dtype=dtype)
-        elif grouped:
+        elif grouped or bits == 8:
 
-            def make(k: int, n: int, **settings: Any) -> Grouped:
-                return Grouped(make_weights(grouped, n, k, **settings))
+            def make(k: int, n: int, **settings: Any) -> Others:
+                if grouped:
+                    return Others(make_weights(grouped, n, k, **settings))
+                by_row = kind.get("by_row", False)
+                return Others(fp8_weights.Weights(n, k, by_row, **settings))
 
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
@@ -208,7 +211,7 @@ def check_each(layer: Layer, m: int, shape: tuple[int, ...]) -> None:
         residual = y if gemm.beta else residual
 
 
-on_bits = pytest.mark.parametrize("bits", [4, 16])
+on_bits = pytest.mark.parametrize("bits", [4, 8, 16])
 
 
 @on_devices_and_cuda_dtypes
@@ -225,8 +228,12 @@ def test_each_gemm(device: str, dtype: str, shape: tuple[int, ...], m: int, bits
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize(
-    "kind", [{"has_zeros": True}, {"channel_wise": True}, {"scale_dtype": "bfloat16"}]
-)
+    "kind",
+    [
+        {"has_zeros": True}, {"channel_wise": True}, {"scale_dtype": "bfloat16"},
+        {"bits": 8, "by_row": True},
+    ],
+)  # fmt: skip
 def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
     shape = (264, 136, 200, 520)
     layer = Layer(shape, dtype, **kind)
@@ -313,12 +320,13 @@ def test_rows_do_not_depend_on_the_others(
 
 
 @on_devices_and_cuda_dtypes
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", SHAPES[:5])
 def test_prefetch_of_following_weights_changes_no_bit(
-    device: str, dtype: str, shape: tuple[int, ...]
+    device: str, dtype: str, shape: tuple[int, ...], bits: int
 ) -> None:
     """The kernel may prefetch them, even if its own GEMMs have fewer weight blocks."""
-    layer = Layer(shape, dtype)
+    layer = Layer(shape, dtype, bits)
     layer.put(device)
     x, residual = inputs(1, shape, dtype)
     for count in (1, 2, 4):

@@ -14,6 +14,7 @@ from cpmcu.ui.launches import capability_of, launch_rows
 from tests.engine.harness import make_engine
 from tests.engine.sparse import CONFIG
 from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_fp8 import write_fp8
 from tests.reference.tiny_w4 import SIZES, quantise, write_w4
 
 LAUNCHES = Path(__file__).with_name("launches")
@@ -23,6 +24,7 @@ CUTS = [("sm_90", "decode"), ("sm_80", "decode"), ("sm_90", "prefill")]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {"head_dim": 64}),
     "packed": ("llama", SIZES),
+    "packed_fp8": ("llama", SIZES),
     "qk_norm": ("qwen3", {"head_dim": 64}),
     "experts": ("qwen3moe", {"head_dim": 64}),
     "shared_expert": ("qwen2moe", {"head_dim": 64}),
@@ -49,6 +51,8 @@ def engine_of(name: str, folder: Path) -> Any:
     made = write_tiny(folder, family, **{"num_hidden_layers": 2, **changes})
     if name == "packed":
         write_w4(made.directory, made.config, quantise(made.weights), "gptq")
+    if name == "packed_fp8":
+        write_fp8(made.directory, made.config, made.weights, "qwen")
     return make_engine(made.directory)
 
 

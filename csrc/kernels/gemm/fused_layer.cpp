@@ -34,14 +34,14 @@ int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 
 FusedForms fused_forms_of(int capability) {
   return capability == 90   ? FusedForms::kAll
-         : capability >= 80 ? FusedForms::kFourBits
+         : capability >= 80 ? FusedForms::kPortable
                             : FusedForms::kNone;
 }
 
 FusedForms fused_forms(const Context& ctx) {
   if (!ctx.device.is_cuda() || ctx.is_shared) return FusedForms::kNone;
 #ifndef CPMCU_SM90
-  if (ctx.compute_capability == 90) return FusedForms::kFourBits;
+  if (ctx.compute_capability == 90) return FusedForms::kPortable;
 #endif
   return fused_forms_of(ctx.compute_capability);
 }
@@ -169,7 +169,7 @@ void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   }
 #endif
 #ifdef CPMCU_SM80
-  if (forms == FusedForms::kFourBits && !sums_ranks && !first.is_dense() &&
+  if (forms == FusedForms::kPortable && !sums_ranks && !first.is_dense() &&
       fuses(forms, first.packed.layout)) {
     return cuda::fused_layer_sm80(ctx, params);
   }

@@ -18,9 +18,9 @@
 // run on a device at a time (engine/graph_runner.h ensures it within a process). The kernel is not
 // used on a device that processes share through MPS.
 //
-// On the CPU the GEMMs are launched one by one. GPUs other than Hopper have the kernel for 4-bit
-// layouts only. If there is only one GEMM, of weight blocks and without rotary_kv, it is always a
-// launch of packed_gemm: it is faster.
+// On the CPU the GEMMs are launched one by one. GPUs other than Hopper have the kernel for some
+// forms of W (FusedForms). If there is only one GEMM, of weight blocks and without rotary_kv, it is
+// always a launch of packed_gemm: it is faster.
 #pragma once
 
 #include <vector>
@@ -80,13 +80,15 @@ struct FusedForm {
 // The forms of W that the kernel reads on a device.
 enum class FusedForms {
   kNone,      // none: the kernel does not run
-  kFourBits,  // 4-bit layouts
-  kAll,       // all layouts of weight blocks, and 16-bit W
+  kPortable,  // on GPUs other than Hopper: 4-bit layouts, and e4m3 without group scales
+  kAll,       // on Hopper: all layouts of weight blocks, and 16-bit W
 };
 // Whether the kernel reads this layout of weight blocks. It has no instances for int4 by 16, which
 // few checkpoints have.
 inline bool fuses(FusedForms forms, const PackedLayout& layout) {
-  return (forms == FusedForms::kAll || (forms == FusedForms::kFourBits && layout.bits() == 4)) &&
+  const bool is_portable =
+      layout.bits() == 4 || (layout.codes == Codes::kE4m3 && layout.group == 0);
+  return (forms == FusedForms::kAll || (forms == FusedForms::kPortable && is_portable)) &&
          layout.planes == 1 && layout.codes != Codes::kOther &&
          (layout.codes != Codes::kInt4 || layout.group != 16);
 }

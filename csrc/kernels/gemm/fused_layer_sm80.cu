@@ -1,8 +1,5 @@
 // The fused layer kernel in code for other targets than sm_90a (fused_layer/kernel.cuh): 4-bit
-// layouts, multiplied by mma.sync.
-//
-// A CTA has 98 KB of shared memory, the most that GeForce GPUs allow. That is too little for 8-bit
-// blocks and for 16-bit W.
+// layouts and e4m3, multiplied by mma.sync. GeForce GPUs have 98 KB of stages: two of e4m3.
 #include "kernels/gemm/fused_layer/launch.cuh"
 
 namespace cpmcu::cuda {
@@ -20,8 +17,7 @@ void fused_layer_sm80(const Context& ctx, const FusedLayerParams& p) {
         constexpr int kGroups = decltype(constant)::value;
         dispatch_unpacker(p.gemms.front().packed.layout, [&](auto unpacker) {
           using Unpacker = decltype(unpacker);
-          constexpr bool kFits = kIsFused<Unpacker> && Unpacker::kBits == 4;
-          if constexpr (kFits && kHasRows<Unpacker, kGroups>) {
+          if constexpr (kIsFusedAnywhere<Unpacker> && kHasRows<Unpacker, kGroups>) {
             using Mainloop =
                 PackedMainloop<PortableCopies, MmaSync, decltype(t), kGroups, Unpacker>;
             launch_fused_layer<Mainloop>(ctx, args, p.attention, num_ctas);

@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
 template <typename T, typename Out, int kGroups>
 void launch_tall(const Context& ctx, TallArgs args) {
   using Ring = TallRing<kGroups>;
-  args.stages = std::min(Ring::kMaxStages, portable_ring_bytes(ctx) / Ring::kStageBytes);
+  args.stages = std::min(Ring::kMaxStages, ring_bytes(ctx) / Ring::kStageBytes);
   const auto kernel = tall_gemm_kernel<T, Out, kGroups>;
   const int shared_bytes = args.stages * Ring::kStageBytes;
   allow_shared_bytes(kernel, shared_bytes);

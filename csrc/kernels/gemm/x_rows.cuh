@@ -14,9 +14,9 @@ constexpr int kMaxRows = kMaxSkinnyRows;
 // Bytes of stages on Hopper, of the 227 KB that a CTA may have.
 constexpr int kRingBytes = 226 * 1024;
 
-// Bytes of the stages of a CTA in portable code without clusters. A CTA takes nearly all shared
-// memory of an SM: 98 KB on GeForce cards, 162 KB on an A100.
-inline int portable_ring_bytes(const Context& ctx) {
+// Bytes of the stages of a CTA that takes nearly all shared memory of an SM: 98 KB on GeForce
+// cards, 162 KB on an A100, kRingBytes on Hopper and B200.
+inline int ring_bytes(const Context& ctx) {
   return static_cast<int>(std::min<int64_t>(kRingBytes, ctx.sm_shared_bytes - 2048));
 }
 

@@ -119,6 +119,7 @@ struct FusedLayerArgs {
   int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
   int num_rank_sums;
   Exchange exchange;  // the exchange that these sums use
+  int num_stages;     // stages in shared memory
 };
 
 // The state of the exchange when a launch with sums over ranks begins.

@@ -69,7 +69,7 @@ __device__ __forceinline__ void init_barriers(const Ring<Mainloop>& ring, int wa
   using Ring = Ring<Mainloop>;
   if (ptx::is_elected()) {
 #pragma unroll 1
-    for (int i = warp; i < Ring::kStages; i += kWarps + kProducerWarps<Mainloop>) {
+    for (int i = warp; i < ring.stages(); i += kWarps + kProducerWarps<Mainloop>) {
       const Stage mine = ring.stage(i);
       ptx::mbarrier_init(ring.weights_in(mine), kCopyLanes<typename Mainloop::Copies>);
       ptx::mbarrier_init(ring.rows_in(mine), kCopyLanes<typename Mainloop::Copies>);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
   __shared__ int num_loaded;
   [[maybe_unused]] __shared__ RankRounds rank_rounds;
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
-  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers), args.num_stages};
   ptx::opaque(ring.data);  // so it is computed once
   ptx::opaque(ring.barriers);
   Stage stage = ring.stage(0);

@@ -134,13 +134,14 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
                         int num_ctas) {
   using Ring = Ring<Mainloop>;
   const auto kernel = fused_layer_kernel<Mainloop, kSumsRanks>;
-  static_assert(Mainloop::kInFlight <= Ring::kStages, "every load in flight has its own stage");
-  static_assert(Ring::kStages >= 2, "weights are loaded while others are multiplied");
+  static_assert(Ring::kMinStages >= 2, "weights are loaded while others are multiplied");
   static_assert(!Mainloop::kCombinesSlice ||
-                Mainloop::Copies::kMaxCombinedKBlocks <= Ring::kStages);
+                Mainloop::Copies::kMaxCombinedKBlocks <= Ring::kMinStages);
+  args.num_stages = ring_bytes(ctx) / Ring::kStageBytes;
   for (GemmArgs& gemm : args.parts) gemm.alpha /= Mainloop::kScale;
   // More than half of an SM's shared memory: an SM gets one CTA.
-  const auto bytes = std::max<int64_t>(Ring::kBytes, ctx.sm_shared_bytes / 2 + 1024);
+  const auto bytes =
+      std::max<int64_t>(args.num_stages * Ring::kStageBytes, ctx.sm_shared_bytes / 2 + 1024);
   allow_shared_bytes(kernel, bytes);
   launch(ctx, kernel, dim3(num_ctas), dim3(kThreads + 32 * kProducerWarps<Mainloop>), bytes, args,
          make_decode_args<typename Mainloop::Element>(ctx, attention));

@@ -12,12 +12,12 @@ namespace cpmcu::cuda::fused {
 // How the producers fill stages.
 //   kHopper  code for sm_90a
 //   kEngine  true: one thread issues TMA copies; false: a warp issues cp.async
-//   kBytes   shared memory of the stages
+//   kMinBytes, kMaxBytes  shared memory of the stages: what all these devices have, and the most
 //   kMaxCombinedKBlocks  limit of CombineMode::kPerCtaSlice in k blocks; each takes a stage
 //   kMaxRotatedGroups    most groups of rows for which the kernel applies RoPE
 struct HopperCopies {
   static constexpr bool kHopper = true, kEngine = true;
-  static constexpr int kBytes = kRingBytes, kMaxCombinedKBlocks = 8;
+  static constexpr int kMinBytes = kRingBytes, kMaxBytes = kRingBytes, kMaxCombinedKBlocks = 8;
   // For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
   static constexpr int kMaxRotatedGroups = 2;
 };
@@ -28,7 +28,7 @@ struct PortableCopies {
 #else
   static constexpr bool kEngine = false;
 #endif
-  static constexpr int kBytes = 98 * 1024, kMaxCombinedKBlocks = 4;
+  static constexpr int kMinBytes = 98 * 1024, kMaxBytes = kRingBytes, kMaxCombinedKBlocks = 4;
   static constexpr int kMaxRotatedGroups = 4;
 };
 // Lanes of a producer's warp that copy. Each arrives at the barrier of a stage.
@@ -52,8 +52,7 @@ struct PackedMainloop {
   static constexpr int kLimit = kGroups <= 2                                    ? 2
                                 : Copies::kHopper && kGroups == 8 && !kHas8Bits ? 5
                                                                                 : 3;
-  static constexpr int kInFlight =
-      std::min(Copies::kEngine ? kLimit : 3, Copies::kBytes / (kRowsBytes + kWeightBytes));
+  static constexpr int kInFlight = Copies::kEngine ? kLimit : 3;
 
   static constexpr int kPrefetchBlocks = kGroups == 1 ? prefetch_blocks_of(Unpacker::kBits) : 0;
 

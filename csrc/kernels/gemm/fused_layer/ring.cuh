@@ -26,7 +26,8 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
   }
 }
 
-// As many stages as fit: rows of x of all stages first, then their weight blocks. Barriers:
+// As many stages as the device's shared memory takes: rows of x of all stages first, then their
+// weight blocks. Barriers:
 //   weights_in  a stage's weights have arrived
 //   rows_in     a stage's rows of x have arrived
 //   done        all consumer warps are done with a stage
@@ -35,16 +36,23 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
 //   bases_read  the producer has read `bases`, which CTA 0 changes at the end
 template <typename Mainloop>
 struct Ring {
+  using Copies = typename Mainloop::Copies;
   static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
-  static constexpr int kStages = Mainloop::Copies::kBytes / kStageBytes;
-  static constexpr int kBytes = kStages * kStageBytes;
-  static constexpr int kBarriers = 3 * kStages + kMaxFusedParts + 2;
+  static constexpr int kMinStages = Copies::kMinBytes / kStageBytes;
+  static constexpr int kMaxStages = Copies::kMaxBytes / kStageBytes;
+  static constexpr int kBarriers = 3 * kMaxStages + kMaxFusedParts + 2;
   static_assert(kMaxFusedParts <= kWarps, "each warp initialises at most one x_in");
   uint32_t data, barriers;
+  int num_stages;  // read only if it depends on the device
 
+  __device__ __forceinline__ int stages() const {
+    return kMinStages == kMaxStages ? kMaxStages : num_stages;
+  }
+  // Most loads of weights in flight.
+  __device__ __forceinline__ int in_flight() const { return min(Mainloop::kInFlight, stages()); }
   __device__ __forceinline__ Stage stage(int index) const {
     return {.rows = data + index * Mainloop::kRowsBytes,
-            .weights = data + kStages * Mainloop::kRowsBytes + index * Mainloop::kWeightBytes,
+            .weights = data + stages() * Mainloop::kRowsBytes + index * Mainloop::kWeightBytes,
             .barrier = barriers + 8 * index,
             .parity = 0};
   }
@@ -52,7 +60,7 @@ struct Ring {
     at.rows += Mainloop::kRowsBytes;
     at.weights += Mainloop::kWeightBytes;
     at.barrier += 8;
-    if (at.barrier == barriers + 8 * kStages) {
+    if (at.barrier == barriers + 8 * stages()) {
       const int parity = at.parity ^ 1;
       at = stage(0);
       at.parity = parity;
@@ -60,16 +68,16 @@ struct Ring {
   }
   static __device__ __forceinline__ uint32_t weights_in(const Stage& at) { return at.barrier; }
   static __device__ __forceinline__ uint32_t rows_in(const Stage& at) {
-    return at.barrier + 8 * kStages;
+    return at.barrier + 8 * kMaxStages;
   }
   static __device__ __forceinline__ uint32_t done(const Stage& at) {
-    return at.barrier + 16 * kStages;
+    return at.barrier + 16 * kMaxStages;
   }
   __device__ __forceinline__ uint32_t x_in(int gemm) const {
-    return barriers + 8 * (3 * kStages + gemm);
+    return barriers + 8 * (3 * kMaxStages + gemm);
   }
   __device__ __forceinline__ uint32_t combined() const {
-    return barriers + 8 * (3 * kStages + kMaxFusedParts);
+    return barriers + 8 * (3 * kMaxStages + kMaxFusedParts);
   }
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
@@ -120,7 +128,7 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
         // load.
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
         if (!has_x) has_x = of_first_lane<Mainloop>(ptx::mbarrier_has_ended(x_in, 0));
-        const int limit = has_x || fills ? Mainloop::kInFlight : 1;
+        const int limit = has_x || fills ? ring.in_flight() : 1;
 #pragma unroll 1
         for (; in_flight >= limit; --in_flight) {
           ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);

@@ -206,7 +206,7 @@ void launch_packed_kernel(const Context& ctx, PackedGemmArgs args) {
   const int receive_bytes = sends ? args.slices * max_m16_tiles * kGroups * kGroupBytes : 0;
   // A CTA takes nearly all shared memory of an SM.
   int threads = kAllThreads<Mma, kGroups>;
-  int shared_bytes = clusters ? kRingBytes : portable_ring_bytes(ctx);
+  int shared_bytes = clusters ? kRingBytes : ring_bytes(ctx);
   allow_shared_bytes(kernel, shared_bytes);
   if constexpr (kOverlaps<kGroups>) {
     static const int more_threads = threads_of_most_registers(kernel, threads);

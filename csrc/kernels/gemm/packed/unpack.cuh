@@ -126,6 +126,10 @@ inline int row_groups_of(const PackedLayout& layout, int64_t rows, int64_t most 
 using Int4By16 = Int4<Zeros::kByForm, 8>;
 template <typename Unpacker>
 constexpr bool kIsFused = !std::is_same_v<Unpacker, Int4By16>;
+// Those that it reads on all GPUs.
+template <typename Unpacker>
+constexpr bool kIsFusedAnywhere =
+    kIsFused<Unpacker> && (Unpacker::kBits == 4 || std::is_same_v<Unpacker, E4m3>);
 
 // Calls f(unpacker) for the layout. Throws if the CUDA kernels have none.
 template <typename F>
