@@ -78,8 +78,8 @@ struct EpilogueTiles {
 
   // Adds the slices of an epilogue tile in order. `fragments`: those of the first slice; each slice
   // has num_fragments. If arrivals are not counted, polls until all fragments are ready, then
-  // restores kNotReady in the buffer.
-  template <bool kCounted>
+  // restores kNotReady in the buffer. kClears: frees registers of the main loop.
+  template <bool kCounted, bool kClears>
   __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* fragments,
                                              int num_fragments) const {
     if (at.row >= args.m) return;
@@ -99,15 +99,12 @@ struct EpilogueTiles {
         }
       }
     };
-    // NOTE: `v` is written under a condition. Without a first value, its 64 registers are kept from
-    // tile to tile, so the main loop of many rows spills. With few rows the main loop needs less,
-    // and a CTA with fewer registers fits beside attention. On Hopper this is not measured.
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (kCounted) {
+    // `v` is written under a condition. Without a first value, its 64 registers are kept from tile
+    // to tile, so a main loop that needs many registers spills.
+    if constexpr (kClears) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) v[i / 2][i % 2] = {};
     }
-#endif
     bool missing;
     do {
       missing = false;

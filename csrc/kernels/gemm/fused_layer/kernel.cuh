@@ -314,7 +314,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop>, 1) f
         }
         const auto place = epilogue.place_of(epilogue_tile);
         float sum[2][4] = {};
-        epilogue.template add_slices<kCountsArrivals>(sum, place, fragments, kFragments);
+        epilogue.template add_slices<kCountsArrivals, Mainloop::kClearsSlices>(
+            sum, place, fragments, kFragments);
         __syncwarp();
         if (rotated) {
           epilogue.store_rotated(place, sum, row_scales);

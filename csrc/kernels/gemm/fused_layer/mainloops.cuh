@@ -56,6 +56,12 @@ struct PackedMainloop {
 
   static constexpr int kPrefetchBlocks = kGroups == 1 ? prefetch_blocks_of(Unpacker::kBits) : 0;
 
+  // Whether the epilogue frees registers for the main loop. The main loops for few rows and one
+  // scale in a block need fewer, and a CTA with fewer registers fits beside attention. On Hopper
+  // this is not measured.
+  static constexpr bool kClearsSlices =
+      !Copies::kHopper && (kGroups > kMaxFlaggedGroups || Unpacker::kScaleSteps < 8);
+
   // Whether each CTA may combine its slice of x: one row, and enough stages.
   static constexpr bool kCombinesSlice = kGroups == 1 && !kHas8Bits;
 
@@ -129,6 +135,7 @@ struct DenseMainloop {
   static constexpr int kWeightBytes = kPackedRows * kDenseRowBytes;
   static constexpr float kScale = 1;
   static constexpr int kInFlight = 2, kPrefetchBlocks = 0;
+  static constexpr bool kClearsSlices = false;
 
   LaneRows<kGroups> lane_rows;
   // Offset for ldmatrix of the lane's row in each m16 tile: of its first or second 8 k.
