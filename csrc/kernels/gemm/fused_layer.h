@@ -80,14 +80,14 @@ struct FusedForm {
 // The forms of W that the kernel reads on a device.
 enum class FusedForms {
   kNone,      // none: the kernel does not run
-  kPortable,  // on GPUs other than Hopper: 4-bit layouts, and e4m3 without group scales
+  kPortable,  // on GPUs other than Hopper: 4-bit layouts, int8, e4m3 without group scales
   kAll,       // on Hopper: all layouts of weight blocks, and 16-bit W
 };
 // Whether the kernel reads this layout of weight blocks. It has no instances for int4 by 16, which
 // few checkpoints have.
 inline bool fuses(FusedForms forms, const PackedLayout& layout) {
-  const bool is_portable =
-      layout.bits() == 4 || (layout.codes == Codes::kE4m3 && layout.group == 0);
+  const bool is_portable = layout.bits() == 4 || layout.codes == Codes::kInt8 ||
+                           (layout.codes == Codes::kE4m3 && layout.group == 0);
   return (forms == FusedForms::kAll || (forms == FusedForms::kPortable && is_portable)) &&
          layout.planes == 1 && layout.codes != Codes::kOther &&
          (layout.codes != Codes::kInt4 || layout.group != 16);

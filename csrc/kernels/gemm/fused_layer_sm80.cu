@@ -1,5 +1,5 @@
 // The fused layer kernel in code for other targets than sm_90a (fused_layer/kernel.cuh): 4-bit
-// layouts and e4m3, multiplied by mma.sync. GeForce GPUs have 98 KB of stages: two of e4m3.
+// layouts, e4m3 and int8, multiplied by mma.sync. GeForce GPUs have 98 KB of stages: two of 8 bits.
 #include "kernels/gemm/fused_layer/launch.cuh"
 
 namespace cpmcu::cuda {

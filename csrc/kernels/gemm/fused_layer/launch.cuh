@@ -105,7 +105,11 @@ struct FusedTarget {
 bool has_4_bits(const FusedGemm& gemm) {
   return !gemm.is_dense() && gemm.packed.layout.bits() == 4;
 }
-int64_t most_fused_rows(const FusedTarget& target, const FusedGemm& gemm) {
+int64_t most_fused_rows(const Context& ctx, const FusedTarget& target, const FusedGemm& gemm) {
+  // Two stages must fit. On GeForce GPUs, blocks of int8 leave room for 32 rows.
+  const int64_t stage_bytes =
+      kMaxRows * kRowBytes + (gemm.is_dense() ? 0 : gemm.packed.block_bytes());
+  if (2 * stage_bytes > ring_bytes(ctx)) return kMaxRows / 2;
   return has_4_bits(gemm) && is_common(gemm.packed.layout) ? target.max_rows : kMaxRows;
 }
 int fused_row_groups(const FusedGemm& gemm, int64_t rows, int64_t most) {
@@ -134,10 +138,10 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
                         int num_ctas) {
   using Ring = Ring<Mainloop>;
   const auto kernel = fused_layer_kernel<Mainloop, kSumsRanks>;
-  static_assert(Ring::kMinStages >= 2, "weights are loaded while others are multiplied");
   static_assert(!Mainloop::kCombinesSlice ||
                 Mainloop::Copies::kMaxCombinedKBlocks <= Ring::kMinStages);
   args.num_stages = ring_bytes(ctx) / Ring::kStageBytes;
+  CHECK(args.num_stages >= 2, "fused_layer: {} stages, expected room for 2", args.num_stages);
   for (GemmArgs& gemm : args.parts) gemm.alpha /= Mainloop::kScale;
   // More than half of an SM's shared memory: an SM gets one CTA.
   const auto bytes =
@@ -161,7 +165,7 @@ void run_fused_layer(const Context& ctx, const FusedTarget& target, const FusedL
   const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
   bool rotates = false;
-  const int64_t most_rows = most_fused_rows(target, p.gemms.front());
+  const int64_t most_rows = most_fused_rows(ctx, target, p.gemms.front());
   for (int64_t row = 0; row < num_rows; row += most_rows) {
     const int64_t m = std::min(most_rows, num_rows - row);
     const int groups = fused_row_groups(p.gemms.front(), m, most_rows);

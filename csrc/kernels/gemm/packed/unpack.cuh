@@ -129,7 +129,8 @@ constexpr bool kIsFused = !std::is_same_v<Unpacker, Int4By16>;
 // Those that it reads on all GPUs.
 template <typename Unpacker>
 constexpr bool kIsFusedAnywhere =
-    kIsFused<Unpacker> && (Unpacker::kBits == 4 || std::is_same_v<Unpacker, E4m3>);
+    kIsFused<Unpacker> &&
+    (Unpacker::kBits == 4 || std::is_same_v<Unpacker, E4m3> || std::is_same_v<Unpacker, Int8>);
 
 // Calls f(unpacker) for the layout. Throws if the CUDA kernels have none.
 template <typename F>
