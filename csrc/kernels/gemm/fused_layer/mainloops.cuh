@@ -48,11 +48,11 @@ struct PackedMainloop {
   // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
   // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
   // layer at one row. Above 16 rows the consumers are the bottleneck, and more blocks are better.
-  // By cp.async a block takes longer, so there are three.
+  // By cp.async a block takes longer, so there are three, unless blocks have 33 KB.
   static constexpr int kLimit = kGroups <= 2                                    ? 2
                                 : Copies::kHopper && kGroups == 8 && !kHas8Bits ? 5
                                                                                 : 3;
-  static constexpr int kInFlight = Copies::kEngine ? kLimit : 3;
+  static constexpr int kInFlight = Copies::kEngine || kHas8Bits ? kLimit : 3;
 
   static constexpr int kPrefetchBlocks = kGroups == 1 ? prefetch_blocks_of(Unpacker::kBits) : 0;
 
