@@ -10,6 +10,7 @@
 #pragma once
 
 #include "core/launch.h"
+#include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/gemm/x_rows.cuh"
 #include "kernels/launch_checks.h"
