@@ -10,11 +10,15 @@ is by a random router, nearly uniform.
 | down | down of the chosen experts, without early weights |
 | combine | the weighted sum and the next norm |
 | block | the four launches in a row, down with early weights |
+| warm ... | the same for one layer again and again: with one token, L2 holds its weights |
 
-The share of the roofline is the time of the chosen experts' bytes (of the router's for its part) at
-the read bandwidth of this run. A share of `combine` would say nothing: it reads no weights.
+The difference of block and warm block is the most that a correct prefetch of all experts into L2
+can gain. The share of the roofline is the time of the chosen experts' bytes (of the router's for
+its part) at the read bandwidth of this run. A share of `combine` would say nothing: it reads no
+weights.
 
-    python scripts/bench/bench_experts.py [--experts 128] [--top-k 8] [--width 768] [--json]
+    python scripts/bench/bench_experts.py [--experts 128] [--top-k 8] [--width 768]
+        [--tokens 1 2 4] [--json]
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ ops = C.ops
 DTYPE = "bfloat16"
 TOKENS = [1, 2, 4, 8, 16, 32, 64]
 BLOCK_BYTES = 16384 + 512
-PARTS = ["router", "gate_up", "down", "combine", "block"]
+PARTS = ["router", "gate_up", "down", "combine", "block", "warm gate_up", "warm down", "warm block"]
 
 
 def blocks(n: int, k: int) -> int:
@@ -144,10 +148,11 @@ class Bench:
         ]  # fmt: skip
         times: dict[str, float] = {}
         for part in PARTS:
+            warm, name = part.startswith("warm "), part.removeprefix("warm ")
 
-            def body(part: str = part) -> None:
+            def body(name: str = name, warm: bool = warm) -> None:
                 for layer in layers:
-                    run: Callable[[], None] = getattr(layer, part)
+                    run: Callable[[], None] = getattr(layers[0] if warm else layer, name)
                     run()
 
             times[part] = microseconds(self.ctx, body, len(layers))
@@ -167,12 +172,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--width", type=int, default=768, help="of an expert")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--layers", type=int, default=48, help="at most, for a cold cache")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
     ctx, bandwidth = open_device(DTYPE)
     bench = Bench(ctx, args)
-    for tokens in TOKENS:
+    for tokens in args.tokens:
         times, active = bench.times(tokens)
         floors = bench.floors(active, bandwidth)
         for part, time in times.items():
@@ -184,7 +190,7 @@ def main() -> None:
                 print(json.dumps(line))
                 continue
             text = "" if share is None else f"{share:6.0%}"
-            print(f"{tokens:3} tokens {active:6.1f} experts  {part:8} {time:8.2f} us {text}")
+            print(f"{tokens:3} tokens {active:6.1f} experts  {part:12} {time:8.2f} us {text}")
 
 
 if __name__ == "__main__":
