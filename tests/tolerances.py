@@ -15,7 +15,11 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Limits: `diff` of calc_diff, `max_abs` of the error over the largest reference value."""
+    """Upper limits.
+
+    `diff`: result of calc_diff. `max_abs`: the largest absolute error, divided by the largest
+    absolute reference value.
+    """
 
     diff: float
     max_abs: float

@@ -32,7 +32,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The shipped model with its EAGLE head, which drafts in every speculative step."""
+    """A server of the shipped model with its EAGLE head. Every decode step has a draft."""
     # On any machine, a pass beside decoding sequences then has 64 tokens, the fewest.
     passes = ("--chunk-length", "64", "--max-prefill-ms", "0.1")
     with start(*passes, "--spec-auto", "no") as running:

@@ -216,7 +216,10 @@ def test_rows_of_pairs(device: str, dtype: str) -> None:
 @on_devices_and_dtypes
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_pair_does_not_depend_on_the_others(device: str, dtype: str, gated: bool) -> None:
-    """Its bits are the same alone, in a decode step, in a prompt, and if all share one expert."""
+    """The result of a token and one of its experts has the same bits in any batch.
+
+    The batches have one token, a few, or many. Some tokens choose the same experts.
+    """
     num_experts, top_k, n, k = 9, 3, 64, 264
     x, w = expert_inputs(200, num_experts, n, k, dtype)
     weights = put(device, w, dtype)

@@ -250,10 +250,10 @@ def test_a_gru_follows_the_formula() -> None:
 
 
 def test_pairs_are_probabilities(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """The scores of pairs are logarithms of probabilities.
+    """The score of a pair is the logarithm of a probability.
 
-    In DFlash2 a row sums to the probability of the candidates. In DSpark, with all tokens as
-    candidates, it sums to 1.
+    In DFlash2 the probabilities in a row of the lattice sum to that of all candidates. In DSpark,
+    if all tokens are candidates, they sum to 1.
     """
     drafter, states = network(target, write_block(tmp_path / "2", "dflash2", target))
     lattice = drafter.lattice(states, ROOT)

@@ -347,7 +347,10 @@ class DiskStore:
         self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def _probe(self) -> None:
-        """Raises OSError if no file can be made in the folder. A full disk may have room later."""
+        """Raises OSError if no file can be made in the folder.
+
+        A full disk raises nothing: it may have room later.
+        """
         try:
             path, fd = self._open_temporary(bytes(16))
         except OSError as error:

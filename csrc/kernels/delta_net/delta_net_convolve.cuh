@@ -7,7 +7,7 @@
 
 namespace cpmcu::cuda::delta_net {
 
-__device__ __forceinline__ float sigmoid(float x) {
+__device__ __forceinline__ float approximate_sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + ptx::exp2_approx(-1.4426950408889634f * x));
 }
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void convolve(float (&to)[kN], const Vec<T, kN>* x,
     float sum = __fmul_rn(w[i][0], taps[0][i]);
 #pragma unroll
     for (int t = 1; t < kConvTaps; ++t) sum = __fmaf_rn(w[i][t], taps[t][i], sum);
-    to[i] = __fmul_rn(sum, sigmoid(sum));
+    to[i] = __fmul_rn(sum, approximate_sigmoid(sum));
   }
   // Pairs round in one instruction.
 #pragma unroll

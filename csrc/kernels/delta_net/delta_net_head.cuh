@@ -171,7 +171,8 @@ struct Head {
                                                 const Weights& w) const {
     const float x = __fadd_rn(to_float(ba[1]), w.bias);
     const float softplus = x > 20 ? x : log1pf(expf(x));
-    shared.gates[row] = make_float2(expf(-__fmul_rn(w.rate, softplus)), sigmoid(to_float(ba[0])));
+    shared.gates[row] =
+        make_float2(expf(-__fmul_rn(w.rate, softplus)), approximate_sigmoid(to_float(ba[0])));
   }
 
   __device__ __forceinline__ Source<T> source(bool is_step) const {
@@ -439,8 +440,8 @@ struct Head {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float gate = to_float(z[c]);
-      out[c] = from_float<T>(
-          __fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)), __fmul_rn(gate, sigmoid(gate))));
+      out[c] = from_float<T>(__fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)),
+                                       __fmul_rn(gate, approximate_sigmoid(gate))));
     }
     store(this->out + int64_t{i} * args.num_value_heads * kDim + column(), out);
   }

@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kGroups][4],
                                          WeightFragment (&weights)[kUnroll], const RouterArgs& args,
                                          const char* normed, const LoadWeights& load_weights) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  // A batch: the chunk's part of up to kBatch groups of tokens.
+  // A batch has up to kBatch groups of 8 tokens. A token's 64 inputs of one chunk are loaded.
   constexpr int kBatch = kGroups < 4 ? kGroups : 4, kBatches = kGroups / kBatch;
   using Rows = uint4[kBatch][2];
   const auto load_rows = [&](Rows& to, int batch, int k0) {
