@@ -19,7 +19,7 @@
 
 namespace cpmcu {
 
-// `cluster`: the neighbouring CTAs in a thread block cluster (compute capability 9.0 and up).
+// `cluster`: CTAs of a thread block cluster in each direction (compute capability 9.0 and up).
 template <typename... Params, typename... Args>
 void launch_cluster(const Context& ctx, dim3 cluster, void (*kernel)(Params...), dim3 grid,
                     dim3 block, size_t shared_bytes, const Args&... args) {

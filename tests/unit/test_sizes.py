@@ -23,7 +23,7 @@ NO_CODE = re.compile(
     r"|\"(?:\\.|[^\"\\\n])*\"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",
     re.DOTALL | re.MULTILINE,
 )
-# What may stand before a declaration without being part of it.
+# Text before a declaration that does not belong to it.
 LABEL = re.compile(r"\s*(?:(?:public|private|protected):|[A-Z][A-Z0-9_]*\([^()]*\)\s*\n)")
 ATTRIBUTE = re.compile(r"alignas\([^()]*\)|\[\[[^\[\]]*\]\]")
 SCOPE = re.compile(r"(?:^|[\s>])(?:namespace|class|struct|union|enum|extern)\b[^()]*$")

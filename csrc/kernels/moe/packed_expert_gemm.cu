@@ -45,11 +45,12 @@ struct alignas(16) Stage {
   char extra[Unpacker::kExtraBytes / kWarpTiles];  // scales, then tile data (unpack.cuh)
 };
 
-// Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
+// Stages of a warp. `kGroups`: groups of 8 pairs at a time.
 template <typename Unpacker, int kGroups, bool kWhole>
 constexpr int kStages = Unpacker::kBits == 8      ? 2
                         : kGroups == 1 && !kWhole ? 4
                                                   : 3;
+// CTAs that the registers of an SM must hold.
 template <typename Unpacker, int kGroups, bool kWhole>
 constexpr int kMinBlocks = kGroups > 1            ? 1
                            : Unpacker::kBits == 8 ? (kWhole ? 2 : 3)

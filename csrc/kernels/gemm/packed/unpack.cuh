@@ -126,7 +126,7 @@ inline int row_groups_of(const PackedLayout& layout, int64_t rows, int64_t most 
 using Int4By16 = Int4<Zeros::kByForm, 8>;
 template <typename Unpacker>
 constexpr bool kIsFused = !std::is_same_v<Unpacker, Int4By16>;
-// Those that it reads on all GPUs.
+// Unpackers of the layouts that the fused layer kernel reads on all GPUs.
 template <typename Unpacker>
 constexpr bool kIsFusedAnywhere =
     kIsFused<Unpacker> &&
